@@ -6,6 +6,7 @@ this is a fixed number of bytes, and so many that both products are bound by ope
 is then read behind them.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from dllm_jax.kernels.token_readout import SHARE, LawReadout, law_readout, of_law
+from dllm_jax.kernels.token_readout import (
+    SHARE,
+    LawReadout,
+    choose_law,
+    is_warm_row,
+    law_readout,
+    of_law,
+)
 from dllm_jax.models.head import Head
 from dllm_jax.models.sharding import first_of
 from dllm_jax.runner.readout import ROWS_DRAWN, in_chunks
@@ -55,11 +63,15 @@ def read_expected(
     ids = np.arange(len(head.embedding), dtype=np.int32)
     never = forbidden(ids if shard is None else first_of(len(ids), shard.axis) + ids)
 
-    def plain(rows: tuple[Any, ...]) -> TokenStats:
+    def heat_of(sampling: Sampling) -> Array:
+        return jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
+
+    def plain(rows: tuple[Any, ...], is_warm: bool = False) -> TokenStats:
         hidden, sampling, keys = rows
-        heat = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
+        heat = heat_of(sampling)
         if shard is None:
-            read = law_readout(hidden, head.embedding, never, heat, scale=head.scale, cap=head.cap)
+            how = {"scale": head.scale, "cap": head.cap, "is_warm": is_warm}
+            read = law_readout(hidden, head.embedding, never, heat, **how)
         else:
             logits = jnp.where(never, -jnp.inf, head(hidden))
             read = _of_part(logits / heat[:, None], head.embedding.dtype, shard)
@@ -79,10 +91,17 @@ def read_expected(
 
     def some_cut() -> TokenStats:
         own = in_chunks(narrowed, rows, ROWS_DRAWN, ROWS_DRAWN)
-        other = in_chunks(plain, rows, ROWS, ROWS)
-        return jax.tree.map(lambda a, b: _by_row(cut, a, b), own, other)
+        return jax.tree.map(lambda a, b: _by_row(cut, a, b), own, none_cut())
 
-    return jax.lax.cond(jnp.any(cut), some_cut, lambda: in_chunks(plain, rows, ROWS, ROWS))
+    def none_cut(is_warm: bool = False) -> TokenStats:
+        return in_chunks(functools.partial(plain, is_warm=is_warm), rows, ROWS, ROWS)
+
+    any_cut = jnp.any(cut)
+    if shard is not None or choose_law(hidden[:ROWS], head.embedding) == "xla":
+        return jax.lax.cond(any_cut, some_cut, none_cut)
+    any_cold = ~jnp.all(is_warm_row(heat_of(each), head.cap))
+    which = jnp.where(any_cut, 2, any_cold.astype(jnp.int32))
+    return jax.lax.switch(which, (lambda: none_cut(True), none_cut, some_cut))
 
 
 def _of_part(law: Float[Array, "R V"], dtype: Any, shard: Shard) -> LawReadout:
@@ -111,6 +130,7 @@ def _stats_of(
     best, mass = read.token, 1.0 + read.rest
     soft = jnp.dot(read.weights, head.embedding, preferred_element_type=jnp.float32)
     soft = soft if shard is None else shard.total(soft)
+    soft = soft * read.unit[:, None]
     token, own = best, jnp.ones_like(mass)
     if keys is not None:
         uniform = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys)
@@ -142,7 +162,7 @@ def _drawn(
     device, share = share // num_shares, share % num_shares
     ids = share[:, None] * SHARE + jnp.arange(SHARE, dtype=jnp.int32)[None]
     weight = jnp.take_along_axis(read.weights, ids, axis=1, mode="fill", fill_value=0)
-    weight = weight.astype(jnp.float32)
+    weight = weight.astype(jnp.float32) * read.unit[:, None]
     if shard is not None:
         mine = device == jax.lax.axis_index(shard.axis)
         weight = shard.total(jnp.where(mine[:, None], weight, 0.0))

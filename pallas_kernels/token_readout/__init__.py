@@ -10,12 +10,14 @@ from .api import (
     LawReadout,
     TokenReadout,
     choose,
+    choose_law,
     choose_with_classes,
     class_readout,
     law_readout,
     packed_codes,
     token_readout,
 )
+from .mosaic import is_warm_row
 from .reference import of_law
 
 __all__ = [
@@ -28,8 +30,10 @@ __all__ = [
     "LawReadout",
     "TokenReadout",
     "choose",
+    "choose_law",
     "choose_with_classes",
     "class_readout",
+    "is_warm_row",
     "law_readout",
     "of_law",
     "packed_codes",

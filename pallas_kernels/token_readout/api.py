@@ -130,12 +130,15 @@ def law_readout(
     *,
     scale: float = 1.0,
     cap: float | None = None,
+    is_warm: bool = False,
     implementation: Literal["xla", "mosaic"] | None = None,
 ) -> LawReadout:
     """The law `softmax(logits / temperature)` of each row, with logits as in `token_readout`.
 
     Args:
         temperature: Above 0.
+        is_warm: All rows are `mosaic.is_warm_row`, which saves a pass over all weights and changes
+            none of them.
         implementation: "xla" (any device; writes the logits too), "mosaic" (Hopper, 16-bit, ids in
             a multiple of `SHARE`), or None for the fastest that supports the arguments.
 
@@ -143,14 +146,23 @@ def law_readout(
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
     _check(hidden, head, forbidden)
-    back_ends: dict[Literal["mosaic", "xla"], BackEnd] = {
-        # On an H200, DiffusionGemma, with the draws and the expectation, ms, XLA / Mosaic: 256 rows
-        # 1.54 / 1.34, 512 at a time 2.86 / 2.55 (benchmarks/results/canvas_parts_h200.json).
+    arguments, how = (hidden, head, forbidden, temperature), {"scale": scale, "cap": cap}
+    back_ends = _law_back_ends(hidden, head)
+    return dispatch.run(implementation, back_ends, *arguments, **how, is_warm=is_warm)
+
+
+def choose_law(hidden: Array, head: Array) -> Literal["mosaic", "xla"]:
+    """The name of the back end that `law_readout` runs for such arguments."""
+    return dispatch.choose(None, _law_back_ends(hidden, head))
+
+
+def _law_back_ends(hidden: Array, head: Array) -> dict[Literal["mosaic", "xla"], BackEnd]:
+    # On an H200, DiffusionGemma, with the draws and the expectation, ms, XLA / Mosaic: 256 rows
+    # 1.54 / 1.34, 512 at a time 2.86 / 2.55 (benchmarks/results/canvas_parts_h200.json).
+    return {
         "mosaic": BackEnd(mosaic.read_law, mosaic.unsupported_law(hidden, head)),
         "xla": BackEnd(reference.read_law),
     }
-    arguments = (hidden, head, forbidden, temperature)
-    return dispatch.run(implementation, back_ends, *arguments, scale=scale, cap=cap)
 
 
 def choose(hidden: Array, head: Array | Fp8Head, num_top: int) -> Implementation:

@@ -48,6 +48,7 @@ _NEVER = -1e38  # logit of ids that are not chosen; finite, so that differences 
 _LEAST = -3e38  # less than that
 _NO_ID = 1 << 24
 _LOG2_E = 1.4426950408889634
+_LARGEST = 75.1  # logit whose exponentials, of all ids and times an embedding, float32 holds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,10 +194,16 @@ def read_law(
     *,
     scale: float,
     cap: float | None,
+    is_warm: bool = False,
     tiling: Tiling | None = None,
     interpret: Any = None,
 ) -> LawReadout:
-    """See `api.law_readout`; the tile's ids are a share."""
+    """See `api.law_readout`; the tile's ids are a share.
+
+    Weights are `exp(logit)` as they are where no logit can be too large for that, as those that are
+    capped and not divided by a low temperature. Else each tile's are relative to its own peak, and
+    brought together by reading and writing all of them once more.
+    """
     row_tiles = -(-len(hidden) // _TILE_ROWS)
     if tiling is None:
         tiling = Tiling(ids=SHARE, shared="rows" if row_tiles % 2 else "head")
@@ -206,17 +213,31 @@ def read_law(
     given = *given, None, heat, None
     parts, found = jax.custom_batching.sequential_vmap(run)(hidden, head, *given)
     whole, (R, V) = joined(parts), (len(hidden), len(head))
-    # Each tile's weights are relative to its own peak.
     known = parts.peak > -jnp.inf
     brought = jnp.where(known, jnp.exp(parts.peak - whole.peak[:, None]), 0.0)[:, : V // SHARE]
-    weights = found["weights"].reshape(R, -1, SHARE).astype(jnp.float32) * brought[:, :, None]
+    is_plain = is_warm_row(temperature, cap)
+    weights = found["weights"]
+    if not is_warm:
+        by = jnp.where(is_plain[:, None], 1.0, brought)
+        weights = weights.reshape(R, -1, SHARE).astype(jnp.float32) * by[:, :, None]
     return LawReadout(
         token=whole.token,
         rest=jnp.where(whole.mass > 0, whole.mass - 1, jnp.nan),
         spread=whole.spread,
         weights=weights.reshape(R, V).astype(head.dtype),
         shares=parts.mass[:, : V // SHARE] * brought,
+        unit=jnp.where(is_plain, jnp.exp(-whole.peak), 1.0),
     )
+
+
+def is_warm_row(temperature: Array, cap: float | None) -> Array:
+    """Rows whose weights are `exp(logit)`: see `read_law`."""
+    return 1.0 / temperature.astype(jnp.float32) <= _hottest(cap)
+
+
+def _hottest(cap: float | None) -> float:
+    """The most that a capped logit is multiplied with and stays below `_LARGEST`."""
+    return 0.0 if cap is None else _LARGEST / cap
 
 
 @lowered_once(static_argnames=("scale", "cap", "tiling", "interpret"))
@@ -286,6 +307,7 @@ def _run(
             dict(zip(shapes, refs[ends[0] : ends[1]], strict=True)),
             dict(zip(scratch, refs[ends[1] :], strict=True)),
             logit_of=functools.partial(_logit, scale=scale, cap=cap),
+            hottest=_hottest(cap),
             tiling=tiling,
             tiles=(tiles, workers, row_tiles // of_rows),
             of_slot=of_slot,
@@ -343,7 +365,7 @@ def _logit(product: Array, *, scale: float, cap: float | None) -> Array:
     return cap - (2 * cap) / (jnp.exp(logit * (2 / cap)) + 1.0)
 
 
-def _block(given, out, scratch, *, logit_of, tiling, tiles, of_slot):
+def _block(given, out, scratch, *, logit_of, hottest, tiling, tiles, of_slot):
     """One thread block: its tiles one after another."""
     num_tiles, workers, row_groups = tiles
     warpgroup = jax.lax.axis_index("warpgroup")
@@ -438,7 +460,8 @@ def _block(given, out, scratch, *, logit_of, tiling, tiles, of_slot):
         logit = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((_ROWS, ids), jnp.float32))
         place = special, row, start, id_tile * ids
         logit = _restricted(logit_of(logit), *place, given)
-        for name, values in _part(logit, row, start, out.get("weights"))._asdict().items():
+        part = _part(logit, row, start, out.get("weights"), given.get("heat"), hottest)
+        for name, values in part._asdict().items():
             out[name][pl.ds(row, _ROWS), id_tile] = values
         if codes is not None:
             _put_wide(logit, codes, row, start, id_tile, given["num_wide"][slot], out)
@@ -479,16 +502,21 @@ def _down(values, shape):
     return jax.lax.broadcast_in_dim(values, shape, [0])
 
 
-def _part(logit, row, start, weights) -> Part:
+def _part(logit, row, start, weights, heat, hottest) -> Part:
     """The readout of a warpgroup's tile.
 
     Args:
         weights: Where they go; None: nowhere.
+        heat: Of rows; up to the `hottest` one their weights are `exp(logit)`.
     """
     layout = plgpu.Layout.WGMMA
     shape, part_shape = logit.shape, (_ROWS, _CHUNK)
     chunks = range(shape[1] // _CHUNK)
     peak = logit.max(axis=1)
+    lift = None
+    if weights is not None:
+        is_plain = _loaded(heat.at[pl.ds(row, _ROWS)], layout.reduce(1)) <= hottest
+        lift = _down(jnp.where(is_plain, jnp.exp2(peak * _LOG2_E), 1.0), part_shape)
     mass = spread = plgpu.layout_cast(jnp.zeros(part_shape, jnp.float32), layout)
     token = plgpu.layout_cast(jnp.full(part_shape, shape[1], jnp.int32), layout)
     for chunk in reversed(chunks):  # the lowest id wins because it is compared last
@@ -498,7 +526,7 @@ def _part(logit, row, start, weights) -> Part:
         weight = jnp.exp2(below)
         if weights is not None:
             place = pl.ds(pl.multiple_of(start + chunk * _CHUNK, _ID_MULTIPLE), _CHUNK)
-            weights[pl.ds(row, _ROWS), place] = weight.astype(weights.dtype)
+            weights[pl.ds(row, _ROWS), place] = (weight * lift).astype(weights.dtype)
         mass += weight
         spread += weight * below
     token += plgpu.broadcasted_iota(jnp.int32, part_shape, 1, layout=layout)

@@ -93,8 +93,10 @@ def read_law(
     *,
     scale: float,
     cap: float | None,
+    is_warm: bool = False,
 ) -> LawReadout:
     """See `api.law_readout`."""
+    del is_warm
     logits = _logits(hidden, head, scale, cap)
     logits = jnp.where(forbidden[None, :], -jnp.inf, logits)
     return of_law(logits / temperature[:, None], head.dtype)
@@ -126,6 +128,7 @@ def of_law(law: Array, dtype: Any, best: tuple[Array, Array] | None = None) -> L
         spread=jnp.sum(spreads, axis=1),
         weights=weight.astype(dtype).reshape(num_rows, -1)[:, :num_ids],
         shares=shares,
+        unit=jnp.ones(num_rows),
     )
 
 

@@ -33,8 +33,9 @@ class LawReadout(NamedTuple):
         rest: Sum of `w = exp(logit - peak)` over all other ids, whose own is 1: a sure law's
             entropy is smaller than the rounding of their sum. NaN where there is no number.
         spread: Sum of `w * (logit - peak)` over the same ids.
-        weights: `w`, rounded to the head's type; 0 of forbidden ids.
-        shares: Sums of unrounded weights of `SHARE` neighbouring ids.
+        weights: `w / unit`, rounded to the head's type; 0 of forbidden ids.
+        shares: Sums of unrounded `w` of `SHARE` neighbouring ids.
+        unit: What weights of a row are multiples of.
     """
 
     token: Int[Array, " R"]
@@ -42,6 +43,7 @@ class LawReadout(NamedTuple):
     spread: Float[Array, " R"]
     weights: Float[Array, "R V"]
     shares: Float[Array, "R N"]
+    unit: Float[Array, " R"]
 
 
 SHARE = 256  # ids

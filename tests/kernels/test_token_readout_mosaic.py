@@ -78,15 +78,21 @@ def test_laws_are_the_references(rows):
     forbidden = rng.random(ids) < 0.02
     forbidden[SHARE : 2 * SHARE] = True  # a share of which nothing is left
     heat = rng.uniform(0.4, 2, rows).astype(np.float32)
+    heat[::7] = 0.3  # of which `exp(logit)` may be too large
     options = {"scale": 0.5, "cap": 30.0}
     tiling = Tiling(ids=SHARE, stages=2, shared=None, blocks=1)
     given = x, head, forbidden, heat
     got = interpreted(mosaic.read_law, *given, **options, tiling=tiling)
+    read_warm = functools.partial(mosaic.read_law, is_warm=True)
+    warm = interpreted(read_warm, *given, **options, tiling=tiling)
+    is_warm = np.asarray(mosaic.is_warm_row(jnp.asarray(heat), 30.0))
+    assert (is_warm == (np.arange(rows) % 7 > 0)).all()
+    np.testing.assert_array_equal(*(np.float32(one.weights)[is_warm] for one in (got, warm)))
     want = law_readout(*map(jnp.asarray, given), **options, implementation="xla")
     np.testing.assert_array_equal(got.token, want.token)
     for name in ("rest", "spread", "shares"):
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=2e-5, atol=1e-6)
-    close = [np.asarray(one.weights, np.float32) for one in (got, want)]
+    close = [np.float32(one.weights) * np.asarray(one.unit)[:, None] for one in (got, want)]
     np.testing.assert_allclose(*close, rtol=2**-7)
     assert (close[0][:, forbidden] == 0).all()
 
