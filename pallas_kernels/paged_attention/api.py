@@ -25,8 +25,6 @@ Implementation = Literal["xla", "cudnn", "triton", "mosaic"]
 # (benchmarks/results/paged_attention_h200.json). Mosaic takes multiples of 16 rows.
 MOSAIC_ROWS = 1024
 TRITON_ROWS = 128
-# Most rows of all sequences at which XLA is faster than Mosaic with heads of 512.
-XLA_WIDE_ROWS = 256
 
 # Number of scores up to which XLA is faster than cuDNN, which runs one thread block per head and
 # sequence.
@@ -90,9 +88,8 @@ def _back_ends(
     # store 116 / 42, a prefill of 1,024 239 / 41 (benchmarks/results/canvas_parts_h200.json). Head
     # 512, on an H100: 256 rows 90 / 121, of four slots 305 / 274, beside a store 208 / 159, the
     # prefill 280 / 143 (benchmarks/results/canvas_wide_h100.json).
-    is_faster = q.shape[-1] <= 256 or B * T > XLA_WIDE_ROWS
     return {
-        "mosaic": BackEnd(mosaic.attention, on_mosaic, T <= MOSAIC_ROWS and is_faster),
+        "mosaic": BackEnd(mosaic.attention, on_mosaic, T <= MOSAIC_ROWS),
         "triton": BackEnd(triton.attention, on_triton, T <= TRITON_ROWS),
         "cudnn": BackEnd(cudnn.attention, cudnn.unsupported(q), scores >= XLA_SCORES),
         "xla": BackEnd(reference.attention),
