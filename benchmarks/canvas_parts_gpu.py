@@ -271,7 +271,9 @@ def law(table: jax.Array) -> Case:
     given = (hidden, table, jnp.arange(V) == 4, jnp.linspace(0.4, 1.0, 128))
 
     def run(form, *given):
-        return law_readout(*given, cap=30.0, implementation=form)
+        read = law_readout(*given, cap=30.0, implementation=form)
+        weights = read.weights.astype(jnp.float32) * read.unit[:, None]
+        return read._replace(weights=weights, unit=jnp.ones_like(read.unit))
 
     return Case("law 128", "readout", run, given, count=4)
 
