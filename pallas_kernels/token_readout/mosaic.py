@@ -513,7 +513,7 @@ def _part(logit, row, start, weights, heat, hottest) -> Part:
     shape, part_shape = logit.shape, (_ROWS, _CHUNK)
     chunks = range(shape[1] // _CHUNK)
     peak = logit.max(axis=1)
-    lift = None
+    lift: Any = None
     if weights is not None:
         is_plain = _loaded(heat.at[pl.ds(row, _ROWS)], layout.reduce(1)) <= hottest
         lift = _down(jnp.where(is_plain, jnp.exp2(peak * _LOG2_E), 1.0), part_shape)
