@@ -487,7 +487,7 @@ KEYS = sorted(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=100)
 @given(st.dictionaries(st.sampled_from(KEYS), JSON, min_size=1, max_size=3), JSON)
 def test_any_config_is_read_or_refused(changes, eos):
     with contextlib.suppress(ConfigError):
@@ -496,7 +496,7 @@ def test_any_config_is_read_or_refused(changes, eos):
         assert all(0 <= i < parsed.config.vocab_size for i in parsed.defaults.stop_token_ids)
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(st.sampled_from(["model", "added_tokens"]), JSON),
     st.dictionaries(st.sampled_from(["mask_token", "eos_token", "added_tokens_decoder"]), JSON),

@@ -126,7 +126,7 @@ def cases(draw):
     return kind, ids, text, place, draw(st.lists(st.integers(0, 400), max_size=12))
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(case=cases())
 def test_pieces_join_to_the_tokenizers_own_text(tokenizers, case):
     kind, ids, text, place, cuts = case
@@ -144,7 +144,7 @@ def test_pieces_join_to_the_tokenizers_own_text(tokenizers, case):
     assert stream.feed(ids, last=True) == ""
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(case=cases(), data=st.data())
 def test_stop_string_cuts_at_the_first_match_to_be_complete(tokenizers, case, data):
     kind, ids, text, place, cuts = case

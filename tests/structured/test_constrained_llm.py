@@ -1,4 +1,7 @@
-"""Constraints of `SamplingParams` on the built-in models: texts are valid, whole, and in time."""
+"""Constraints of `SamplingParams`: texts are valid, whole, and in time.
+
+Of random weights, which know no grammar, unless a test asks what a trained model says.
+"""
 
 import json
 import re
@@ -35,8 +38,15 @@ def _chats(count):
 
 
 @pytest.fixture(scope="module")
-def llm():
-    return dj.LLM("builtin:tiny-sdar", warm_up=False, max_num_seqs=4)
+def llm(random_folder):
+    sizes = {"slot_buckets": (4,), "page_buckets": (4,), "prefill_buckets": (128,)}
+    config = dj.EngineConfig(max_num_seqs=4, **sizes)
+    return dj.LLM(random_folder, config=config, warm_up=False)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return dj.LLM("builtin:tiny-sdar", warm_up=False, max_num_seqs=1)
 
 
 def _fits(text, constraint):
@@ -73,10 +83,10 @@ def test_texts_match_and_are_whole_in_one_batch(llm, temperature, spare):
     assert alone.outputs[0].token_ids == outputs[2].outputs[0].token_ids
 
 
-def test_a_constraint_that_allows_everything_changes_nothing(llm):
+def test_a_constraint_that_allows_everything_changes_nothing(trained):
     chats = _chats(4)
-    free = llm.chat(chats, dj.SamplingParams(max_tokens=64))
-    held = llm.chat(chats, dj.SamplingParams(max_tokens=64, constraint=ANYTHING))
+    free = trained.chat(chats, dj.SamplingParams(max_tokens=64))
+    held = trained.chat(chats, dj.SamplingParams(max_tokens=64, constraint=ANYTHING))
     for a, b in zip(free, held, strict=True):
         assert (a.outputs[0].token_ids, a.metrics.nfe) == (b.outputs[0].token_ids, b.metrics.nfe)
         assert b.outputs[0].constraint_met
@@ -91,12 +101,12 @@ def test_texts_of_one_prompt_are_each_held(llm):
         assert one.constraint_met
 
 
-def test_a_seed_says_which_text(llm):
+def test_a_seed_says_which_text(trained):
     """Alone and in a batch, again and again; another seed, another text."""
 
     def drawn(seeds):
-        params = [_params(llm, SENTENCE, 20, temperature=1.0, seed=seed) for seed in seeds]
-        return [one.outputs[0].text for one in llm.chat(_chats(1) * len(seeds), params)]
+        params = [_params(trained, SENTENCE, 20, temperature=1.0, seed=seed) for seed in seeds]
+        return [one.outputs[0].text for one in trained.chat(_chats(1) * len(seeds), params)]
 
     together = drawn([4, 5, 6, 4])
     assert len(set(together)) == 3
@@ -119,24 +129,24 @@ def test_a_text_that_is_cut_says_so(llm, cut):
     assert output.outputs[0].constraint_met is False
 
 
-def test_the_confidence_of_a_plan_takes_fewer_forwards(llm):
+def test_the_confidence_of_a_plan_takes_fewer_forwards(trained):
     """The model would not write this by itself, so few of its tokens are sure."""
     chats = _chats(3)
-    raw = llm.chat(chats, _params(llm, ANSWER, 20))
-    plan = llm.chat(chats, _params(llm, ANSWER, 20, constraint_confidence="plan"))
+    raw = trained.chat(chats, _params(trained, ANSWER, 20))
+    plan = trained.chat(chats, _params(trained, ANSWER, 20, constraint_confidence="plan"))
     for output in plan:
         _assert_held(output, ANSWER)
     assert sum(one.metrics.nfe for one in plan) < sum(one.metrics.nfe for one in raw)
 
 
-def test_a_constraint_behind_a_marker_leaves_what_is_before_it_free(llm):
-    free = llm.chat(_chats(1), dj.SamplingParams(max_tokens=60))[0].outputs[0]
-    (marker,) = llm.tokenizer(".")["input_ids"]
+def test_a_constraint_behind_a_marker_leaves_what_is_before_it_free(trained):
+    free = trained.chat(_chats(1), dj.SamplingParams(max_tokens=60))[0].outputs[0]
+    (marker,) = trained.tokenizer(".")["input_ids"]
     assert marker in free.token_ids
-    params = _params(llm, After(".", PHONE), 50)
-    held = llm.chat(_chats(1), params)[0].outputs[0]
+    params = _params(trained, After(".", PHONE), 50)
+    held = trained.chat(_chats(1), params)[0].outputs[0]
     first = held.token_ids.index(marker)
-    assert re.fullmatch(PHONE.regex, llm.tokenizer.decode(held.token_ids[first + 1 :]))
+    assert re.fullmatch(PHONE.regex, trained.tokenizer.decode(held.token_ids[first + 1 :]))
     assert (held.finish_reason, held.constraint_met) == ("stop", True)
 
 
