@@ -155,89 +155,111 @@ LONG: dict[str, str | None] = {
 SLOW = {
     "api/test_decide.py": r"of_the_logits\[(?!sdar\]|llada\])|one_forward.True",
     "api/test_dflash_drafts.py": "target_in_8_bits",
-    "api/test_generate.py": r"without_stops\[(entropy|dynamic|static)|in_a_batch\[(random|ar)",
+    "api/test_generate.py": r"without_stops\[(entropy|dynamic|static)|in_a_batch\[(random|ar)"
+    r"|stops\[(ra|se)",
     "bench/test_bench_serving.py": "real_server",
     "bench/test_bench_step.py": "several_devices|proved_profiled",
     "benchmarks/test_fp8_gpu.py": "every_part",
     "benchmarks/test_routing_script.py": "counted",
     "cli/test_cli_bench.py": "fixed_canvases|throughput_of_fixed|models_own",
-    "cli/test_cli_generate.py": "prompt_file|between_two_forwards_of",
+    "cli/test_cli_generate.py": r"prompt_file|between_two_forwards_of|middle_of",
     "cli/test_cli_verbs.py": "users_settings",
     "convert/test_convert_memory.py": "peak_is",
     "engine/test_engine_edges.py": r"as_the_truth\[(?!block_cache)|ends_a_text.False",
     "kernels/test_expert_ffn.py": "triton_is_chosen|gelus"
     r"|numpy.*shape[12]|goes_nowhere.*float32|never_holds.*(bf|fp8)|no_order",
-    "kernels/test_expert_ffn_mosaic.py": "every_row|no_expert|ragged|in_8_bits",
+    "kernels/test_expert_ffn_mosaic.py": r"every_row|no_expert|ragged|in_8_bits|published.*True",
     "kernels/test_fp8.py": "in_8_bits_are_exact|rows2"
     r"|is_exact\[rows1|numpy.shape1|gated_|each_other",
     "kernels/test_canvas_layer.py": r"one_launch_each|rows1|from_8_bits.*(True|gelu)|product_of_8",
-    "kernels/test_grammar_path.py": r"bit\[1|half|they_say\[1",
+    "kernels/test_grammar_path.py": r"bit\[1|half|they_say\[1|many_rows",
     "kernels/test_layer_ops.py": "trunk|rounds_the_sum",
     "kernels/test_paged_attention.py": "published|window"
     r"|numpy\[triton, (one|split)|numpy\[triton.*-5-|(8|stand_for|vmap)\[triton, (one|sp)",
-    "kernels/test_paged_attention_mosaic.py": "tilings_match|lowers_for",
+    "kernels/test_paged_attention_mosaic.py": r"tilings_match|lowers_for|race.None",
     "kernels/test_token_readout.py": "decoding_reads|no_logits"
     r"|ties.*mosaic|stands_for.triton|gigabyte",
-    "kernels/test_token_readout_mosaic.py": "tiles_in_turn|published",
-    "loading/test_likelihood.py": r"without_a_cache\[(?!sdar|dream.d2f)|says\[(12|32)",
+    "kernels/test_token_readout_mosaic.py": r"tiles_in_turn|published|references.129",
+    "loading/test_likelihood.py": r"without_a_cache\[(?!sdar|dream.d2f)|says\[(12|32)"
+    r"|dream|covers",
     "loading/test_quantization.py": "built_in|canvas_model|same_request",
-    "models/test_canvas_model.py": "single_passes|few_bits|strong_net|a band a row|one more",
+    "models/test_canvas_model.py": "single_passes|few_bits|strong_net|a band a row|one more"
+    r"|whole_logits",
     "models/test_kv_cache.py": "same_request",
     "models/test_family_decode.py": "llada2_2",
     "models/test_family_logits.py": "bfloat16",
     "models/test_family_defaults.py": "token_by_token",
-    "runner/test_warm_up.py": "twice.kernels|on_the_pool",
+    "runner/test_warm_up.py": r"twice.kernels|on_the_pool|twice",
     "models/test_sharding.py": r"llada2-4|dream-8|leaf_by_leaf"
-    r"|(part_by_part|last_bit_alone)[^\[]*\[2",
+    r"|(part_by_part|last_bit_alone)[^\[]*\[2"
+    r"|part_by_part",
     "project/test_packaging.py": "source_distribution|top_level_names|same_name|foreign_pack",
     "runner/test_engine_device.py": r"chunkings.*speculate|nothing_compiles.*shifted"
     r"|every_status|near_tie"
     r"|buckets_change|order.*\[(block_diff|full_seq)"
-    r"|every_fetch.*\[d2f_grid|fill_a_bucket_up.*\[d2f",
+    r"|every_fetch.*\[d2f_grid|fill_a_bucket_up.*\[d2f"
+    r"|order.*\[(ar|d2f_w)|left_alone.multi",
     "runner/test_many_rows.py": "tokens_of_few",
     "runner/test_no_copies.py": r"bfloat16\[speculate|choice_among_widths|place.speculate"
     r"|several_shapes|dense_run\[(?!canvas|block_c)"
-    r"|engine_work.*block_cache",
+    r"|engine_work.*block_cache"
+    r"|dense_run.block_c",
     "runner/test_several_devices.py": r"users_mesh|vmap|canvases"
     r"|of_one\[(experts-4|plain-2)|trajectory|of_one_device\[(with_bias|experts|plain)"
-    r"|soft_parallel|dmax|d2f_whole|letter|no_pool.in_8|device\[(edit|full_sequence)\]",
-    "serve/test_client_traps.py": "twin",
+    r"|soft_parallel|dmax|d2f_whole|letter|no_pool.in_8|device\[(edit|full_sequence)\]"
+    r"|takes_tp",
+    "serve/test_client_traps.py": r"twin|causal_model",
     "serve/test_decisions.py": "in_process",
-    "serve/test_http.py": r"\[104|\[2-130",
-    "serve/test_server.py": "any bytes|infilling",
+    "serve/test_http.py": r"\[104|\[2-130|\[15-0|death_of_the_front|named_origins",
+    "serve/test_server.py": r"any bytes|infilling|line\[flags[023]",
     "strategies/test_canvas_engine.py": "infill|snapshot|temporaries",
     "strategies/test_full_sequence.py": "on_pages",
     "strategies/test_diffusion_gemma.py": "does_not_depend",
     "strategies/test_dflash.py": "random_requests",
-    "strategies/test_fast_dllm_v2.py": "say.whole|8-4",
+    "strategies/test_fast_dllm_v2.py": r"say.whole|8-4|decoder.4-2",
     "strategies/test_contract.py": r"dense_run\[(?!multi_bd_shifted|d2f_whole_full\]|ar\])"
     r"|stop_ids.*\[(?!multi_bd_shifted|d2f_whole_full\]|ar\]|edit\]|dflash|canvas)"
-    r"|first_cells\[(8|3)|moving.*\[(?!multi_bd_sh|d2f_whole_full\]|dflash|canvas)",
+    r"|first_cells\[(8|3)|moving.*\[(?!multi_bd_sh|d2f_whole_full\]|dflash|canvas)"
+    r"|(neighbours|writes_past).*\[(?!multi_bd_shifted|d2f_whole_full\]|ar\]|canvas)",
     "strategies/test_dflash_widths.py": "stretches_of_one_width|from_step_to_step",
     "strategies/test_diffusion_gemma_golden.py": r"transformers\[(?!ragged-1)"
     r"|preempted",
     "strategies/test_stuck.py": "every_loop",
-    "tasks/test_evaluate.py": "counts_are|sweep_is|swept_and_drawn|rows0",
+    "tasks/test_evaluate.py": r"counts_are|sweep_is|swept_and_drawn|rows0|writing_fails|rows1",
     "tasks/test_race.py": "command_writes|doubts|95_of_100",
     "trace/test_page.py": "takes_fields",
-    "training/test_training_stop.py": "real_process",
+    "training/test_training_stop.py": r"real_process|one_family",
     "training/test_training_tokenizer.py": "again_gives",
-    "training/test_training_canvas.py": "model_learns|interrupted|exported|causal_model|gradient",
-    "structured/test_conform.py": r"\[(block_diffusion|dmax|fast_dllm)|\[(edit|multi)",
-    "structured/test_constrained_engine.py": r"automata\[|one_pass",
+    "training/test_training_canvas.py": "model_learns|interrupted|exported|causal_model|gradient"
+    r"|muon",
+    "structured/test_conform.py": r"\[(block_diffusion|dmax|fast_dllm)|\[(edit|multi)|\[d2f",
+    "structured/test_constrained_engine.py": r"automata\[|one_pass|keeps_its_text",
     "structured/test_constrained_llm.py": r"every_strategy_holds_to_constraints\["
     r"|drafts|compiles_nothing|of_a_plan|of_one_prompt|batch\[(?!0.0-0)|a_marker"
     r"|changes_nothing|a_seed",
     "structured/test_holes.py": r"they_need\[(ar|full)|across_given",
     "project/test_readme.py": "other_commands",
-    "project/test_docs.py": r"blocks_run\[docs/(serving|structured|quickstart)",
+    "project/test_docs.py": r"blocks_run\[docs/(serving|structured|quickstart)"
+    r"|run\[docs/(trace|like)",
     "cli/test_builtin.py": "drafted_texts",
     "api/test_threads.py": "spawned_child",
     "project/test_examples.py": "command_line",
     "kernels/test_layer_mosaic.py": r"exact\[rows[023]|no_more.rows1|gates_of|every_tile|each_o",
     "kernels/test_kv_write.py": r"many_arrays|10-float32",
     "strategies/test_strategy_fuzz.py": r"bd.*\[(2-[124]|4-[14])|(sequ.*|static)-2|dynamic-(2|4-N)",
-    "strategies/test_d2f.py": r"list_decoder\[(True-[42]-[23]|False-4)",
+    "strategies/test_d2f.py": r"list_decoder\[(True-[42]-[23]|False-4)|shifted_model.True",
+    "mutants/test_mutants.py": r"unbroken",
+    "bench/test_bench.py": r"surest.*\[(8-24|5-30|3-17|1-40)",
+    "api/test_snapshot.py": r"does_not_say_all",
+    "runner/test_engine_faults.py": r"nan_in.*dflash",
+    "strategies/test_recording.py": r"does_not_know",
+    "api/test_infill.py": r"example_fills",
+    "strategies/test_dmax.py": r"never_adds.*diffulex",
+    "strategies/test_credit_decoding.py": r"decoder.shape0",
+    "models/test_draft_traps.py": r"to_the_host",
+    "strategies/test_author_errors.py": r"rules_take",
+    "runner/test_timing.py": r"times_nothing",
+    "cli/test_interrupt.py": r"status\[0\.[58]",
 }
 
 # What depends on the version of JAX: how kernels are lowered, what is compiled, copied and donated,

@@ -19,7 +19,7 @@ from tests.contract.engine import ends, make_engine, run, steps_a_chunk, wanted,
 
 CACHED = [name for name in NAMES if name not in ("full_sequence", "full_sequence_dual")]
 
-QUICK = ("multi_bd_shifted", "d2f_whole_full", "block_cache", "canvas", "dflash")
+QUICK = ("multi_bd_shifted", "d2f_whole_full", "block_cache", "canvas")
 FEW = sweep(
     ("d2f_whole_full", "block_cache", "canvas"),
     ("multi_bd", "d2f_grid_full", "d2f_whole_full", "ar", "block_cache", "speculate", "canvas"),
