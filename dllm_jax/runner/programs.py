@@ -72,9 +72,13 @@ class Call:
     static: dict[str, Any] = dataclasses.field(default_factory=dict)
     bound: bool = False
 
+    def part(self, state: DecodeState) -> DecodeState:
+        """What the program takes of the state: a call looks at each array, and most are pools."""
+        return state.replace(pools=None) if self.program in (admit, restore) else state
+
     def lower(self, state: Any) -> jax.stages.Lowered:
         """The lowered program; the state's shapes are enough."""
-        return self.program.lower(self.programs, state, *self.args, **self.static)
+        return self.program.lower(self.programs, self.part(state), *self.args, **self.static)
 
 
 def _specs(programs: Programs, split: Split) -> Programs:

@@ -334,7 +334,10 @@ class ModelRunner:
         state = self._with_grammars(state, call)
         self.state = None
         try:
-            new, rest = call.program(call.programs, state, *call.args, **call.static)
+            given = call.part(state)
+            new, rest = call.program(call.programs, given, *call.args, **call.static)
+            if given.pools is None:
+                new = new.replace(pools=state.pools)
             if call.bound:
                 self._grammars = new.constraint
             self.state = new.replace(constraint=None)

@@ -155,9 +155,10 @@ def test_the_programs_of_the_engine_work_in_place(name):
     for one in work:
         program = device.lower(one.call(device)).compile(QUICK)
         memory = program.memory_analysis()
-        assert str(NUM_PAGES) in program.as_text(), one.name
+        takes_pools = one.name not in ("admit", "restore")
+        assert (str(NUM_PAGES) in program.as_text()) == takes_pools, one.name
         assert not pool_sized(program.as_text()), one.name
-        assert memory.alias_size_in_bytes >= cache, one.name
+        assert memory.alias_size_in_bytes >= cache * takes_pools, one.name
         assert memory.temp_size_in_bytes < 0.1 * cache + ACTIVATIONS, one.name
     words = {one.name.split()[0] for one in work}
     wanted = {"decode", "admit", "restore"}

@@ -322,7 +322,8 @@ def test_programs_hold_the_planned_reductions_and_copy_no_pool(kind, parts):
         if kind == "plain":  # a pool of 8 bits goes through 16 on a CPU, which has no such type
             assert not pool_sized(text), one.name
         memory: Any = program.memory_analysis()
-        assert memory.alias_size_in_bytes >= cache / parts, one.name
+        if what not in ("admit", "restore"):  # they take no pools
+            assert memory.alias_size_in_bytes >= cache / parts, one.name
         seen.add(what)
     assert seen >= {"decode", "prefill", "admit", "restore"}
 
