@@ -195,7 +195,7 @@ def _run(fresh, pools, page_table, numbers, more, *, rules, scale, tiling, inter
         cluster=tuple(cluster.values()),
         cluster_names=tuple(cluster),
         kernel_name="paged_attention",
-        num_threads=consumers + 1,
+        num_threads=consumers + tiling.loaders,
         thread_name="warpgroup",
         scratch_types=list(scratch.values()),
         compiler_params=plgpu.CompilerParams(approx_math=True),

@@ -1,4 +1,4 @@
-"""What a block of threads of the Mosaic form does: one warpgroup loads, the others compute.
+"""What a block of threads of the Mosaic form does: a warpgroup or two load, the others compute.
 
 `mosaic.py` launches it. A block has one tile of rows, or stays and has several, one behind another.
 """
@@ -12,8 +12,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .mosaic_kernel import compute
 from .mosaic_tiles import drain, load, whole, work_of
-
-_LOADS = (40, 96)  # registers of each thread that loads, and of one that widens keys as well
 
 
 def attend(*refs, num_operands, extras, names, rules, scale, tiling, chunk, places):
@@ -41,8 +39,8 @@ def attend(*refs, num_operands, extras, names, rules, scale, tiling, chunk, plac
         work = work_at((jax.lax.axis_index("sequence"), split, block))
     warpgroup = jax.lax.axis_index("warpgroup")
 
-    def bring(work):
-        load(work, (k, v), (k_pages, v_pages), table, scratch, tiling)
+    def bring(work, loader):
+        load(work, (k, v), (k_pages, v_pages), table, scratch, tiling, loader)
 
     def compute_rows(work, turn=None, following=None):
         operands = (q, k_pages.shape, table, bits, more.get("kv_scales"), results, scratch)
@@ -53,17 +51,20 @@ def attend(*refs, num_operands, extras, names, rules, scale, tiling, chunk, plac
         _attend_in_turns(work_at, warpgroup, bring, compute_rows, scratch, tiling, places)
         return
 
-    @pl.when(warpgroup == tiling.consumers)
-    def _():
-        plgpu.set_max_registers(_LOADS[bool(tiling.staged)], action="decrease")
-        bring(work)
-        drain(work.low, work.high, scratch, tiling)
+    loads, sums = _registers(tiling)
+    for loader in range(tiling.loaders):
+
+        @pl.when(warpgroup == tiling.consumers + loader)
+        def _(loader=loader):
+            plgpu.set_max_registers(loads, action="decrease")
+            bring(work, loader)
+            drain(work.low, work.high, scratch, tiling)
 
     computes = warpgroup < tiling.consumers
 
     @pl.when(computes if work.is_spare is None else computes & ~work.is_spare)
     def _():
-        plgpu.set_max_registers(_registers(tiling), action="increase")
+        plgpu.set_max_registers(sums, action="increase")
         compute_rows(work)
 
 
@@ -80,21 +81,24 @@ def _attend_in_turns(work_at, warpgroup, bring, compute_rows, scratch, tiling, p
         sequence, place = jax.lax.div(tile, whole(blocks)), jax.lax.rem(tile, whole(blocks))
         return work_at((sequence, whole(0), place), before)
 
-    @pl.when(warpgroup == tiling.consumers)
-    def _():
-        plgpu.set_max_registers(_LOADS[bool(tiling.staged)], action="decrease")
+    loads, sums = _registers(tiling)
+    for loader in range(tiling.loaders):
 
-        def one(turn, before):
-            work = work_in(turn, before)
-            bring(work)
-            return before + (work.high - work.low)
+        @pl.when(warpgroup == tiling.consumers + loader)
+        def _(loader=loader):
+            plgpu.set_max_registers(loads, action="decrease")
 
-        count = jax.lax.fori_loop(whole(0), turns, one, whole(0))
-        drain(whole(0), count, scratch, tiling)
+            def one(turn, before):
+                work = work_in(turn, before)
+                bring(work, loader)
+                return before + (work.high - work.low)
+
+            count = jax.lax.fori_loop(whole(0), turns, one, whole(0))
+            drain(whole(0), count, scratch, tiling)
 
     @pl.when(warpgroup < tiling.consumers)
     def _():
-        plgpu.set_max_registers(_registers(tiling), action="increase")
+        plgpu.set_max_registers(sums, action="increase")
 
         def one(turn, before):
             work = work_in(turn, before)
@@ -122,5 +126,13 @@ def num_turns(first, last, tiles, stay):
 
 
 def _registers(tiling):
-    """Of each thread that computes."""
-    return 232 if tiling.consumers == 2 and not tiling.staged else 208
+    """Of each thread that loads, and of each that computes.
+
+    Warpgroups share what the block was launched with: 168 a thread where they are three, so that
+    all three may have 504, and 128 where they are four. One that asks for more waits for ever.
+    """
+    if not tiling.staged:
+        return 40, 232 if tiling.consumers == 2 else 208
+    if tiling.consumers == 1:
+        return 96, 208
+    return (80, 176) if tiling.loaders == 2 else (88, 208)

@@ -209,8 +209,10 @@ def turns_of(work, warpgroup, from_, to):
     return first, jax.lax.div(to - first + 1, whole(2))
 
 
-def load(work, fresh_keys, pools, table, scratch, tiling):
-    """What the warpgroup that loads does: the tiles of this work, in order; `drain` comes last.
+def load(work, fresh_keys, pools, table, scratch, tiling, loader=0):
+    """What a warpgroup that loads does: the tiles of this work, in order; `drain` comes last.
+
+    Of two such warpgroups the first, `loader` 0, has the keys and the other the values.
 
     Keys and values of 8 bits come to buffers of their own, a piece of a tile each, and it writes
     them to the ring in 16 bits, which is exact: the tensor cores take 8-bit values only with the
@@ -222,10 +224,12 @@ def load(work, fresh_keys, pools, table, scratch, tiling):
     pieces = keys // piece
     fresh_box, page_box = math.gcd(T, piece), min(piece, Z)  # keys of a box
     loads = piece // min(fresh_box, page_box)
-    rings = (scratch["k_ring"], scratch["v_ring"])
-    arrivals = (scratch["k_in"], scratch["v_in"])
-    targets = ("k_8", "v_8") if staged else ("k_ring", "v_ring")
-    landings = ("k_8_in", "v_8_in") if staged else ("k_in", "v_in")
+    mine = "kv"[loader : loader + 1] if tiling.loaders == 2 else "kv"
+    fresh_keys, pools = ([pair["kv".index(name)] for name in mine] for pair in (fresh_keys, pools))
+    rings = [scratch[f"{name}_ring"] for name in mine]
+    arrivals = [scratch[f"{name}_in"] for name in mine]
+    targets = [f"{name}_{8 if staged else 'ring'}" for name in mine]
+    landings = [f"{name}_8_in" if staged else f"{name}_in" for name in mine]
 
     def wait_for_ring(i, name="used"):
         """Wait until the ring's buffers for tile i are free."""

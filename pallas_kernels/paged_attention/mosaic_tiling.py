@@ -56,6 +56,7 @@ class Tiling:
             neighbours, so this is a number of keys and not a share of all.
         staged: Pieces of up to 64 keys and values of 8 bits in flight, in front of a ring of
             `stages` that takes them in 16 bits; 0 where they have 16.
+        loaders: Warpgroups that load: one, or with `staged` two, one for keys and one for values.
         resident: So many blocks, at most, stay and take tiles of rows in turns: the next one's rows
             and keys come while one ends; rows take twice the shared memory. Fewer stay where fewer
             need no more turns: 128 of 132 for 512 tiles. More than the GPU has multiprocessors wait
@@ -72,6 +73,7 @@ class Tiling:
     shares_rows: bool = False
     unsplit_keys: int = 0
     staged: int = 0
+    loaders: int = 1
     resident: int = 0
 
     @property
@@ -140,6 +142,7 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
                 splits=splits,
                 is_cluster=is_cluster,
                 ping_pong=keys == 128 and consumers == 2,
+                loaders=2 if is_8_bit and keys == 128 and consumers == 1 else 1,
             )
             if is_cluster and splits > 1 and not holds_parts(q, tiling):
                 # Three tiles in flight leave room for the parts; not measured against four.
@@ -198,6 +201,8 @@ def check_tiling(
     if bool(tiling.staged) != is_8_bit:
         bits, use = (8, "staged=4") if is_8_bit else (16, "staged=0")
         raise ValueError(f"staged={tiling.staged} for keys of {bits} bits; use {use}")
+    if tiling.loaders > 1 and not tiling.staged:
+        raise ValueError(f"loaders={tiling.loaders} wants keys of 8 bits; use loaders=1")
     if tiling.resident:
         _resident(tiling)
     if tiling.ping_pong and tiling.stages < 2:  # one waits for the keys that the other has left

@@ -203,11 +203,11 @@ INTERPRETED = {
         {"T": 128, "S": 64, "heads": (2, 1, 64), "by_blocks": True},
     ),
     "8 bits": (
-        mosaic.Tiling(consumers=2, stages=2, staged=3),
+        mosaic.Tiling(consumers=2, stages=2, staged=3, loaders=2),
         {"T": 48, "S": 8, "heads": (6, 2, 64), "by_blocks": True},
     ),
     "8 bits, a cluster, keys shared": (
-        mosaic.Tiling(consumers=2, splits=2, stages=2, shares_keys=True, staged=4),
+        mosaic.Tiling(consumers=2, splits=2, stages=2, shares_keys=True, staged=4, loaders=2),
         {"T": 48, "S": 8, "heads": (6, 2, 128), "C": 7},
     ),
     "8 bits, blocks that stay": (
@@ -376,6 +376,20 @@ def test_keys_of_8_bits_match_numpy_on_a_gpu(tiling, feature):
         pytest.skip("needs a Hopper GPU")
     call = functools.partial(mosaic.attention, tiling=EIGHT[tiling])
     assert_right(call, *case(**FEATURES[feature]), is_8_bit=True)
+
+
+@pytest.mark.parametrize(
+    ("consumers", "loaders", "staged"),
+    [(1, 1, 0), (2, 1, 0), (1, 1, 4), (2, 1, 4), (1, 2, 4), (2, 2, 4)],
+)
+def test_warpgroups_ask_for_no_more_registers_than_a_block_has(consumers, loaders, staged):
+    """One that asks for more waits for ever: the interpreter has no registers, a GPU has."""
+    warpgroups = consumers + loaders
+    launched = min(65536 // (128 * warpgroups), 255) // 8 * 8  # of a thread
+    tiling = mosaic.Tiling(consumers=consumers, loaders=loaders, staged=staged)
+    loads, sums = mosaic_blocks._registers(tiling)
+    assert loads % 8 == sums % 8 == 0
+    assert loads * loaders + sums * consumers <= launched * warpgroups
 
 
 MANY = {  # tiles of rows: 1,040 of one warpgroup, 260 of two
