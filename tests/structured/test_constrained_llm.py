@@ -46,7 +46,7 @@ def llm(random_folder):
 
 @pytest.fixture(scope="module")
 def trained():
-    return dj.LLM("builtin:tiny-sdar", warm_up=False, max_num_seqs=1)
+    return dj.LLM("builtin:tiny-sdar", warm_up=False, max_num_seqs=4)
 
 
 def _fits(text, constraint):
