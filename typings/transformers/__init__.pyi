@@ -1,0 +1,6 @@
+"""What we call of transformers, whose own `__init__` imports every model: half of pyright's time."""
+
+from typing import Any
+
+PreTrainedTokenizerFast: Any
+Qwen2Tokenizer: Any
