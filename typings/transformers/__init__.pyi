@@ -1,4 +1,4 @@
-"""What we call of transformers, whose own `__init__` imports every model: half of pyright's time."""
+"""What we call of transformers, whose own `__init__` imports every model: half of the time."""
 
 from typing import Any
 
