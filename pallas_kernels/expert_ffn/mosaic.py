@@ -1,10 +1,12 @@
 """Pallas Mosaic kernels for NVIDIA Hopper: four launches, an expert's weights read once a tile.
 
 1. `_place`: each pair (row, expert) gets a place in the order of experts, and the row is copied
-   there.
+   there. XLA counts the pairs before, in launches of its own; of up to 32 rows each row counts
+   them all (`_place_few`), of up to 512 it adds up the counts of chunks (`_place_counted`).
 2. gate and up with the activation, and 3. down: `_multiply`, tiles of rows times columns of their
    expert's weights.
-4. `_combine`: the weighted sum over a row's experts, in the order of its choices.
+4. `_combine`: the weighted sum over a row's experts, in the order of its choices; left out where
+   the norm that follows adds up (`RoutedRows`).
 
 Experts of 8 bits are stored as [N K] and multiplied with rows of 8 bits. `_place` rounds the rows
 that enter, a fifth launch, `_round`, those between the products. The float32 sums are multiplied by
