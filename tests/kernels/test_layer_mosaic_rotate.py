@@ -129,7 +129,9 @@ def test_other_rows_heads_and_gpus_are_left_to_triton(monkeypatch, on_hopper):
     assert chosen("SDAR-8B", 4097) == "triton"
     assert chosen("Dream-7B", 32) == "triton"  # four KV heads: not timed yet
     half = real(1, 32, 32, dtype=jnp.float32)  # LLaDA2: a part of each head
-    jax.eval_shape(lambda *given: turn(*given), real(1, 32, 4, 6, 128), *[real(128)] * 2, half, half)
+    jax.eval_shape(
+        lambda *given: turn(*given), real(1, 32, 4, 6, 128), *[real(128)] * 2, half, half
+    )
     assert found[1:] == ["mosaic"]
     monkeypatch.setattr(jax, "devices", lambda *_: [object()])  # a GPU of another kind
     assert chosen("SDAR-8B", 128) == "triton"
