@@ -533,11 +533,13 @@ def test_nothing_compiles_after_warm_up(name, compilations):
     """Every bucket met, mixed lengths and parameters, hits, copies, preemptions and a failure."""
     widest = toy.device(name).layout.page_buckets[-1]
     slots, pages, prompts, programs = (
-        ((4,), (widest,), (64,), 4 + 1 + 2)
+        ((5,), (widest,), (64,), 4 + 1 + 2)
         if name in FULL
-        else ((2, 4), (2, widest), (8,), 3 + 4 + 2)
+        else ((2, 5), (2, widest), (8,), 3 + 4 + 2)
     )
-    config = toy.config_of(name, num_pages=39, slot_buckets=slots, prefill_buckets=prompts)
+    # Of five slots: a runner of as many as the other tests' would find some of their programs.
+    sizes = {"max_num_seqs": 5, "slot_buckets": slots, "prefill_buckets": prompts}
+    config = toy.config_of(name, num_pages=39, **sizes)
     aux = dict(case(name).aux)
     layout = buckets.make_layout(case(name).model, case(name).strategy, aux, config)
     layout = dataclasses.replace(layout, page_buckets=pages)
