@@ -164,6 +164,7 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
     for least, keys in _STAYING[best.consumers]:
         if blocks >= least:
             in_turns = {"resident": MULTIPROCESSORS, "ping_pong": best.consumers == 2}
+            keys = 64 if is_8_bit else keys  # beside pieces of 8 bits no wide tiles fit
             rings = buffers(keys, H, is_8_bit)
             return dataclasses.replace(best, keys=keys, **rings, **in_turns)
     return best

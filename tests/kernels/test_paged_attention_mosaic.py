@@ -369,13 +369,34 @@ EIGHT = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("feature", [name for name in FEATURES if name != "wide heads"])
+@pytest.mark.parametrize("feature", [name for name in FEATURES if "wide heads" not in name])
 @pytest.mark.parametrize("tiling", EIGHT)
 def test_keys_of_8_bits_match_numpy_on_a_gpu(tiling, feature):
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("needs a Hopper GPU")
     call = functools.partial(mosaic.attention, tiling=EIGHT[tiling])
     assert_right(call, *case(**FEATURES[feature]), is_8_bit=True)
+
+
+@pytest.mark.parametrize("heads", [(16, 8, 128), (32, 8, 128), (28, 4, 128), (8, 2, 64)])
+def test_shared_memory_holds_what_is_chosen_for_keys_of_8_bits(heads):
+    N, G, H = heads
+    for B, T, columns in itertools.product((1, 8, 32, 128), (32, 128), (8, 24, 128, 512)):
+        q, pool, table = (
+            jax.ShapeDtypeStruct(shape, dtype)
+            for shape, dtype in (
+                ((B, T, N, H), jnp.bfloat16),
+                ((9, G, 64, H), jnp.float8_e4m3fn),
+                ((B, columns), jnp.int32),
+            )
+        )
+        tiling = mosaic.choose_tiling(q, pool, table)
+        ring = 2 * tiling.stages * tiling.keys * H * 2
+        staged = 2 * tiling.staged * mosaic.piece_of(tiling) * H
+        rows = tiling.row_groups * (2 if tiling.resident else 1) * 64 * H * 2
+        columns_of_parts = tiling.consumers * 64 * H * 2 if tiling.splits > 1 else 0
+        assert tiling.staged
+        assert ring + staged + rows + columns_of_parts // tiling.parts <= 226 * 1024
 
 
 @pytest.mark.parametrize(
