@@ -178,9 +178,8 @@ def report(run, cell, drawn, numbers, programs, forms, flat, repeats):
     operands = {}
     wide = lambda x: in_8_bits(x).astype(x.dtype) * SCALE  # noqa: E731
     for kind, narrow in (("bfloat16", wide), ("fp8", in_8_bits)):
-        pools = [
-            jax.jit(lambda x, narrow=narrow: narrow(x[:used].reshape(drawn.pool)))(x) for x in flat
-        ]
+        # Not in one program: XLA may leave out a rounding that is followed by a wider type.
+        pools = [narrow(x[:used].reshape(drawn.pool)) for x in flat]
         rows = [x[: B * T * G * H].reshape(B, G, T, H) for x in flat]
         own = [narrow(x).swapaxes(1, 2) for x in rows]
         q = flat[0][1000 : 1000 + B * T * N * H].reshape(B, T, N, H)
