@@ -166,7 +166,8 @@ def test_triton_says_that_it_has_no_form_for_8_bits():
     [
         # Two warpgroups, the second with 8 rows; buffers are used again; parts.
         ((2, 36), 512, 64, Tiling(depth=128, stages=2, splits=2)),
-        ((32,), 256, 128, Tiling(depth=128, stages=3)),  # fewer rows than a warpgroup, two tiles
+        # Fewer rows than a warpgroup, four tiles.
+        ((32,), 512, 128, Tiling(columns=32, depth=256, stages=3)),
         slow((64,), 1024, 64, Tiling(depth=256, stages=2, splits=2)),
         slow((128,), 256, 64, Tiling(depth=128, stages=2)),
     ],
@@ -195,7 +196,7 @@ def test_split_matmul_of_8_bits_is_exact(rows, depth, width, tiling):
     ("rows", "depth", "turns", "how"),
     [
         ((3, 24), 256, (4, 2, 32), {"tiling": Tiling(columns=128, depth=128, stages=2)}),
-        slow((8,), 256, (3, 2, 32), {"tiling": Tiling(columns=192, depth=128, stages=2)}),
+        slow((8,), 512, (3, 2, 32), {"tiling": Tiling(columns=192, depth=256, stages=2)}),
         # Many rows: two tiles for some blocks, of six, and three for the other.
         ((3, 128), 1024, (8, 2, 32), {"columns": 256, "blocks": 4}),
         slow((384,), 768, (6, 2, 32), {"columns": 192, "blocks": 1}),
