@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from dllm_jax.kernels.layer import (
+    Fp8Groups,
     Fp8Matrix,
     Fp8Rows,
     LayerOps,
@@ -23,6 +24,7 @@ from dllm_jax.kernels.layer import (
     qkv_matmul,
     rotate_qkv,
     split_matmul,
+    takes_groups,
 )
 from dllm_jax.kernels.layer.reference import as_row, rms_norm
 from dllm_jax.models.head import Head, Unembed
@@ -252,7 +254,8 @@ def trunk(
     streams = {0: x}
     normed = rms_norm(x, layers[0]["attn_norm"], cfg.norm_eps)
     for i, layer in enumerate(layers):
-        out = attend(i, *_before(layer, normed, cos, sin, cfg=cfg, dtype=x.dtype, ops=ops))
+        qkv = _before(layer, normed, cos, sin, cfg=cfg, dtype=x.dtype, ops=ops)
+        out = attend(i, *qkv, **_in_groups(layer, cfg, qkv[0], ops))
         is_quantized = isinstance(readers[i], Fp8Matrix)
         how = {"cfg": cfg, "ffn": ffn, "ops": ops, "is_quantized": is_quantized}
         x, normed = _behind(layer, x, out, after[i], given, **how)
@@ -287,11 +290,20 @@ def _before(
     )
 
 
+def _in_groups(layer: Any, cfg: DenseConfig, q: Array, ops: LayerOps) -> dict[str, bool]:
+    """What attention is told if the product behind it takes 8 bits, with a scale for each head."""
+    wo = layer["wo"]
+    if not ops.attends_in_groups or not isinstance(wo, Fp8Matrix) or cfg.o_bias:
+        return {}
+    rows = *q.shape[:-2], cfg.num_heads * cfg.head_dim
+    return {"is_quantized": True} if takes_groups(rows, wo, cfg.head_dim, q.dtype) else {}
+
+
 @functools.partial(jax.jit, static_argnames=("cfg", "ffn", "ops", "is_quantized"))
 def _behind(
     layer: Any,
     x: Array,
-    out: Array,
+    out: Array | Fp8Groups,
     scale: Array,
     given: tuple[Any, ...],
     *,
@@ -312,9 +324,12 @@ def _behind(
             implementation=ops.add_rms_norm,
         )
 
-    rows, wo = out.reshape(*x.shape[:-1], -1), layer["wo"]
+    values, wo = out.values if isinstance(out, Fp8Groups) else out, layer["wo"]
+    rows = values.reshape(*x.shape[:-1], -1)
     wo = wo if isinstance(wo, Fp8Matrix) else wo.reshape(-1, cfg.hidden_size)
-    if cfg.o_bias:
+    if isinstance(out, Fp8Groups):
+        out = split_matmul(Fp8Groups(rows, out.scales), wo, dtype=x.dtype)
+    elif cfg.o_bias:
         out = split_matmul(rows, wo, axis=ops.axis, implementation="xla")
         out += as_row(once(layer["bo"], ops.axis), out)
     else:

@@ -126,7 +126,7 @@ class ModelForward:
         )
         fresh: list[tuple[Array, Array]] = []
 
-        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        def attend(layer: int, q: Array, k: Array, v: Array, **how: bool) -> Any:
             every = self.model.kv_scales
             scales = None if every is None else every[layer]
             if scales is not None:  # fresh ones too: a key is the same before and after a commit
@@ -149,6 +149,7 @@ class ModelForward:
                 scale=scale,
                 kv_scales=scales,
                 implementation=self._implementation,
+                **how,
             )
 
         x = self._embed_inputs(state, inputs, first, cell.shape[1])
@@ -161,7 +162,7 @@ class ModelForward:
         if arch.takes_live:
             more["live"] = _between(cell, edges)
         if arch.takes_ops:
-            more["ops"] = LayerOps(axis=self.axis)
+            more["ops"] = LayerOps(axis=self.axis, attends_in_groups=self.axis is None)
         rows, taps = arch.trunk(
             self.model.params, self.model.config, x, positions, attend, hidden_layers, **more
         )

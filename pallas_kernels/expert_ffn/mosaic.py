@@ -35,7 +35,7 @@ from .. import hopper
 from ..activation import GELU_CUBE, GELU_SLOPE, Activation
 from ..hopper import MULTIPROCESSORS, SHARED_BYTES, load, load_scales, next_buffer, swizzled
 from ..layer.fp8 import DTYPE as FP8
-from ..layer.fp8 import Fp8Rows, factors_of
+from ..layer.fp8 import Fp8Rows, factors_of_scalar
 from ..layer.mosaic import weighted
 from ..layer.routed import RoutedRows
 from ..lowered import lowered_once
@@ -390,7 +390,7 @@ def _as(dtype: Any, row: Array) -> list[Array]:
     if dtype != FP8:
         return [row]
     row = row.astype(jnp.float32)
-    factor, unit = factors_of(jnp.max(jnp.abs(row)))
+    factor, unit = factors_of_scalar(jnp.max(jnp.abs(row)), row.shape)
     return [(row * factor).astype(FP8), unit]
 
 

@@ -11,12 +11,14 @@ from .api import (
     rotate_qkv,
     sandwich_norm,
     split_matmul,
+    takes_groups,
     takes_routed,
 )
-from .fp8 import Fp8Matrix, Fp8Rows, Fp8Sums
+from .fp8 import Fp8Groups, Fp8Matrix, Fp8Rows, Fp8Sums
 from .routed import RoutedRows
 
 __all__ = [
+    "Fp8Groups",
     "Fp8Matrix",
     "Fp8Rows",
     "Fp8Sums",
@@ -31,5 +33,6 @@ __all__ = [
     "rotate_qkv",
     "sandwich_norm",
     "split_matmul",
+    "takes_groups",
     "takes_routed",
 ]

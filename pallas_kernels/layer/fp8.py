@@ -1,7 +1,9 @@
 """Matrices and rows in 8 bits (e4m3), and their product in plain XLA.
 
 A matrix has a scale for each output, a row one scale of its own: what a row becomes depends on that
-row alone, so a text does not depend on its batch. Scales are applied to the float32 sums.
+row alone, so a text does not depend on its batch. Scales are applied to the float32 sums. Those of
+rows are powers of two, so that a number becomes the same 8 bits whether its row has one scale or
+one for each group of columns, unless it is below 2^-13 of the row's largest.
 
 Both operands lie with the contracted axis last, the only order that the tensor cores of Hopper take
 8-bit types in; from any other order XLA would transpose the whole matrix in every call.
@@ -62,6 +64,23 @@ class Fp8Rows:
 
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True)
+class Fp8Groups:
+    """Rows as `values * scales`, each group of columns with a scale of its own."""
+
+    values: Float[Array, "*M K"]  # e4m3
+    scales: Float[Array, "C R"]  # float32, of groups and rows; rows past the last have any
+
+    @property
+    def whole(self) -> Fp8Rows:
+        """The same with a scale a row."""
+        K, M = self.values.shape[-1], self.values.size // self.values.shape[-1]
+        groups = self.values.astype(jnp.float32).reshape(M, len(self.scales), -1)
+        rows = groups * self.scales.T[:M, :, None]
+        return quantize_rows(rows.reshape(*self.values.shape[:-1], K))
+
+
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
 class Fp8Sums:
     """A product of 8 bits as `sums * rows * columns`: the launch that reads it applies the scales.
 
@@ -80,34 +99,58 @@ class Fp8Sums:
 
 
 def quantize(
-    x: Float[Array, "... K"], axis: str | None = None
+    x: Float[Array, "... K"], axis: str | None = None, is_rows: bool = False
 ) -> tuple[Float[Array, "... K"], Float[Array, "..."]]:
     """Values in e4m3 and float32 scales of the last axis; zeros have a scale of one.
 
-    The largest number of a row becomes 448, so that nothing overflows.
+    The largest number becomes 448, so that nothing overflows; of rows, one above 224 and up to 448.
 
     Args:
         axis: The axis of a mesh whose devices each have a part of every row, all of which have the
             row's scale; None: rows are whole.
+        is_rows: Scales are powers of two.
     """
     x = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=-1)
-    factors, scales = factors_of(largest if axis is None else jax.lax.pmax(largest, axis))
+    largest = largest if axis is None else jax.lax.pmax(largest, axis)
+    if is_rows:
+        factors, scales = factors_of(largest)
+    else:
+        largest = jnp.where(largest > 0, jnp.maximum(largest, _LEAST), LARGEST)
+        factors, scales = LARGEST / largest, largest * (1 / LARGEST)
     return (x * factors[..., None]).astype(DTYPE), scales
 
 
 def factors_of(largest: Array) -> tuple[Array, Array]:
-    """What a row is multiplied with, and its scale, by its largest number; in float32.
+    """What a row is multiplied with, and its scale, by its largest number; powers of two.
 
     Every form multiplies by these two, so that all of them round a row alike.
     """
     largest = jnp.where(largest > 0, jnp.maximum(largest, _LEAST), LARGEST)
-    return LARGEST / largest, largest * (1 / LARGEST)
+    bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
+    # One more where the fraction is above 448's, 1.75: float32 has 23 bits of it.
+    exponent = jax.lax.shift_right_logical(bits + 0x1FFFFF, 23)
+    of_factor, of_scale = 2 * 127 + 8 - exponent, exponent - 8  # 448 is 1.75 * 2^8
+    return _power_of_two(of_factor), _power_of_two(of_scale)
+
+
+def factors_of_scalar(largest: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
+    """`factors_of` of one number: the factor in a shape, and the scale.
+
+    Mosaic reads the bits of vectors alone; one of equal values is one register.
+    """
+    factors, scales = factors_of(jnp.broadcast_to(largest, shape))
+    return factors, jnp.max(scales)
+
+
+def _power_of_two(exponent: Array) -> Array:
+    bits = jax.lax.shift_left(exponent, 23)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def quantize_rows(x: Float[Array, "*M K"], axis: str | None = None) -> Fp8Rows:
     """Rows in 8 bits, each with the scale of its largest number; `axis` as of `quantize`."""
-    return Fp8Rows(*quantize(x, axis))
+    return Fp8Rows(*quantize(x, axis, is_rows=True))
 
 
 def quantize_matrix(
@@ -125,7 +168,7 @@ def quantize_matrix(
 
 
 def product(
-    x: Float[Array, "*M K"] | Fp8Rows,
+    x: Float[Array, "*M K"] | Fp8Rows | Fp8Groups,
     w: Fp8Matrix,
     axis: str | None = None,
     dtype: Any = jnp.float32,
@@ -134,6 +177,7 @@ def product(
 
     Sums are below 448 * 448 * K, which 16 bits with 8 of exponent hold.
     """
+    x = x.whole if isinstance(x, Fp8Groups) else x
     rows, flat = x if isinstance(x, Fp8Rows) else quantize_rows(x, axis), w.flat
     sums = jax.lax.dot_general(  # of two axes: XLA knows the product of 8 bits in this form
         rows.values.reshape(-1, w.shape[0]),
@@ -145,7 +189,10 @@ def product(
 
 
 def matmul(
-    x: Float[Array, "*M K"] | Fp8Rows, w: Fp8Matrix, dtype: Any, axis: str | None = None
+    x: Float[Array, "*M K"] | Fp8Rows | Fp8Groups,
+    w: Fp8Matrix,
+    dtype: Any,
+    axis: str | None = None,
 ) -> Float[Array, "..."]:
     """`product` in `dtype`."""
     return product(x, w, axis).rounded(dtype)

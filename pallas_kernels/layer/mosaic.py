@@ -22,7 +22,7 @@ from .. import hopper
 from ..hopper import MULTIPROCESSORS, SHARED_BYTES, load_scales, next_buffer, swizzled
 from ..lowered import lowered_once
 from .fp8 import DTYPE as FP8
-from .fp8 import Fp8Matrix, Fp8Rows, Fp8Sums, factors_of
+from .fp8 import Fp8Groups, Fp8Matrix, Fp8Rows, Fp8Sums, factors_of, factors_of_scalar
 from .routed import RoutedRows
 
 _ROWS = 64  # of a warpgroup's product
@@ -37,6 +37,7 @@ _LEAST_DEEP = 3  # stages of twice the depth; with two of them gate and up take 
 # 29.1 us instead of 28.2, gate and up 51.8 instead of 50.8.
 _IN_FLIGHT_BYTES = 22 * 2**20
 _MOST_SPLITS = 4
+GROUP = 64  # columns with a scale of their own, at least: half a line of 8 bits
 _SHALLOW = 2048  # depth up to which tiles of half as many columns win, of 8 bits and few rows
 _THREADS, _VECTOR = 128, 4  # of the norm's program, and numbers that each of them loads at once
 _WIDEST = 4096  # row that was measured
@@ -127,6 +128,7 @@ def choose_tiling(
     columns: tuple[int, ...] = (_STEP,),
     is_gated: bool = False,
     dtype: Any = None,
+    groups: int = 1,
 ) -> Tiling | None:
     """A tile for `x @ w`, of `w` as [K N]; None: there is none with whole tiles.
 
@@ -137,6 +139,7 @@ def choose_tiling(
     Args:
         is_gated: Half as many columns come out, and no parts.
         dtype: Type of the rows that come out; None for that of `x`.
+        groups: Scales of a row in 8 bits.
     """
     K, N = w.shape
     consumers = -(-_num_rows(x) // _ROWS)
@@ -155,12 +158,12 @@ def choose_tiling(
         most = 1 if is_gated else min(MULTIPROCESSORS // blocks, _MOST_SPLITS)
         for depth in (2 * line, line) if is_deep else (line,):
             splits = next((n for n in range(most, 0, -1) if K % (n * depth) == 0), 0)
-            if not splits:
+            if not splits or (groups > 1 and depth * groups % K):  # of whole groups
                 continue
             kind = _dtype(dtype or x.dtype, splits)
             staged = rows * (width // 2 if is_gated else width) * kind.itemsize
             staged = staged if _is_staged(_num_rows(x), kind) else 0
-            staged += (rows + width) * 4 if is_8_bit else 0  # their scales
+            staged += (rows * -(-groups // splits) + width) * 4 if is_8_bit else 0  # their scales
             step = depth * itemsize
             stages = (SHARED_BYTES - staged) // ((rows + width) * step)
             in_flight = _IN_FLIGHT_BYTES // ((asked + width) * step * blocks * splits)
@@ -173,7 +176,7 @@ def choose_tiling(
 
 @lowered_once(static_argnames=("tiling", "dtype", "interpret"))
 def split_matmul(
-    x: Float[Array, "*M K"] | Fp8Rows,
+    x: Float[Array, "*M K"] | Fp8Rows | Fp8Groups,
     w: Float[Array, "K N"] | Fp8Matrix,
     *,
     tiling: Tiling,
@@ -192,7 +195,7 @@ def split_matmul(
         kind = _dtype(dtype or x.dtype, tiling.splits)
         out = jax.ShapeDtypeStruct((tiling.splits, math.prod(M), N), kind)
         whole = tiling.columns
-        out = _launch("split_matmul", x, w, out, lambda sums: [sums], whole, tiling, interpret)
+        (out,) = _launch("split_matmul", x, w, [out], lambda sums: [sums], whole, tiling, interpret)
         out = out.reshape(-1, *M, N)
         return out if tiling.splits > 1 else out[0]
 
@@ -200,16 +203,22 @@ def split_matmul(
     return jax.custom_batching.sequential_vmap(run)(x, w)
 
 
-@lowered_once(static_argnames=("tiling", "dtype", "interpret"))
+@lowered_once(static_argnames=("tiling", "dtype", "is_quantized", "interpret"))
 def gated_matmul(
     x: Float[Array, "*M K"] | Fp8Rows,
     w: Float[Array, "K C 2 W"] | Fp8Matrix,
     *,
     tiling: Tiling,
     dtype: Any = None,
+    is_quantized: bool = False,
     interpret: Any = None,
-) -> Float[Array, "*M C*W"]:
-    """See `api.gated_matmul`; `dtype` as in `split_matmul`."""
+) -> Float[Array, "*M C*W"] | Fp8Groups:
+    """See `api.gated_matmul`; `dtype` as in `split_matmul`.
+
+    Args:
+        is_quantized: The rows are rounded once more, to 8 bits: what a thread block has of one is a
+            group with a scale.
+    """
     _, C, _, W = w.shape
     kind = jnp.dtype(dtype or (x.values if isinstance(x, Fp8Rows) else x).dtype)
 
@@ -218,45 +227,56 @@ def gated_matmul(
             return sums[:, first : first + W].astype(kind).astype(jnp.float32)
 
         turns = [(rounded(i), rounded(i + W)) for i in range(0, tiling.columns, 2 * W)]
-        return [gate / (1 + jnp.exp(-gate)) * up for gate, up in turns]
+        return [(gate / (1 + jnp.exp(-gate)) * up).astype(kind) for gate, up in turns]
 
     def run(x, w):
         M = _row_shape(x)
-        out = jax.ShapeDtypeStruct((1, math.prod(M), C * W), kind)
+        out = [jax.ShapeDtypeStruct((1, math.prod(M), C * W), kind)]
+        if is_quantized:
+            shape = 2 * C * W // tiling.columns, -(-math.prod(M) // _ROWS) * _ROWS
+            out = [out[0].update(dtype=FP8), jax.ShapeDtypeStruct(shape, jnp.float32)]
         flat = w.flat if isinstance(w, Fp8Matrix) else w.reshape(len(w), -1)
-        out = _launch("gated_matmul", x, flat, out, gated, W, tiling, interpret)
-        return out.reshape(*M, C * W)
+        out, *scales = _launch("gated_matmul", x, flat, out, gated, W, tiling, interpret)
+        out = out.reshape(*M, C * W)
+        return Fp8Groups(out, *scales) if scales else out
 
     return jax.custom_batching.sequential_vmap(run)(x, w)
 
 
-def _row_shape(x: Array | Fp8Rows) -> tuple[int, ...]:
-    return (x.values if isinstance(x, Fp8Rows) else x).shape[:-1]
+def _row_shape(x: Array | Fp8Rows | Fp8Groups) -> tuple[int, ...]:
+    return (x if isinstance(x, jax.Array) else x.values).shape[:-1]
 
 
 def _launch(
     name: str,
-    x: Array | Fp8Rows,
+    x: Array | Fp8Rows | Fp8Groups,
     w: Array | Fp8Matrix,
-    out: jax.ShapeDtypeStruct,
+    outputs: list[jax.ShapeDtypeStruct],
     finish: Callable[[Array], list[Array]],
     piece: int,
     tiling: Tiling,
     interpret: Any,
-) -> Array:
-    """`x` [M K] times `w` [K N], of which `finish` makes pieces that lie side by side in `out`."""
+) -> list[Array]:
+    """`x` [M K] times `w` [K N], of which `finish` makes pieces that lie side by side in the rows.
+
+    Args:
+        outputs: The result, and if that is to have 8 bits, its scales.
+    """
     depth, stages, columns = tiling.depth, tiling.stages, tiling.columns
     K, N = w.shape
+    out = outputs[0]
     consumers = -(-out.shape[1] // _ROWS)
-    if isinstance(x, Fp8Rows):
+    group = K // len(x.scales) if isinstance(x, Fp8Groups) else None
+    if isinstance(x, Fp8Rows | Fp8Groups):
         assert isinstance(w, Fp8Matrix)
-        scales = (x.scales.reshape(-1), w.scales)
+        scales = (x.scales if group else x.scales.reshape(-1), w.scales)
         rows, weights, tile = x.values.reshape(-1, K), w.values, (columns, depth)
     else:
         assert isinstance(w, jax.Array)
         rows, weights, scales, tile = x.reshape(-1, K), w, (), (depth, columns)
     kind = weights.dtype
-    transforms = swizzled(depth if scales else min(columns, depth), kind)
+    line = math.gcd(depth, group or depth)  # products take whole lines
+    transforms = swizzled(line if scales else min(columns, depth), kind)
     scratch = {
         "rows": plgpu.SMEM((stages, consumers, _ROWS, depth), kind, transforms=transforms),
         "weights": plgpu.SMEM((stages, *tile), kind, transforms=transforms),
@@ -264,7 +284,8 @@ def _launch(
         "used": plgpu.Barrier(num_barriers=stages, num_arrivals=consumers),
     }
     if scales:
-        scratch["row_scales"] = plgpu.SMEM((consumers * _ROWS,), jnp.float32)
+        groups = (K // group // tiling.splits,) if group else ()
+        scratch["row_scales"] = plgpu.SMEM((*groups, consumers * _ROWS), jnp.float32)
         scratch["column_scales"] = plgpu.SMEM((columns,), jnp.float32)
         scratch["scaled"] = plgpu.Barrier(num_barriers=1, num_arrivals=len(scales))
     if _is_staged(out.shape[1], out.dtype):
@@ -272,15 +293,20 @@ def _launch(
         scratch["out"] = plgpu.SMEM(shape, out.dtype, transforms=swizzled(piece, out.dtype))
     body = functools.partial(
         _multiply,
-        names=(*("of_rows", "of_columns")[: len(scales)], "result", *scratch),
+        names=(
+            *("of_rows", "of_columns")[: len(scales)],
+            *("result", "result_scales")[: len(outputs)],
+            *scratch,
+        ),
         tiling=tiling,
         steps=K // (tiling.splits * depth),
         consumers=consumers,
         finish=finish,
+        group_size=group,
     )
     return hopper.kernel(
         body,
-        out_type=out,
+        out_type=outputs,
         grid=(N // columns, tiling.splits),
         grid_names=("column", "split"),
         kernel_name=name,
@@ -292,10 +318,11 @@ def _launch(
     )(rows, weights, *scales)
 
 
-def _multiply(x, w, *refs, names, tiling, steps, consumers, finish):
+def _multiply(x, w, *refs, names, tiling, steps, consumers, finish, group_size):
     """One thread block: all rows, some columns, a share of the depth.
 
-    Operands of 8 bits have scales; their weights lie as [N K].
+    Operands of 8 bits have scales; their weights lie as [N K]. Where each `group_size` of a row's
+    columns have a scale, their sums are multiplied by that before they are added to the others.
     """
     scratch = dict(zip(names, refs, strict=True))
     out, is_scaled = scratch["result"], "scaled" in scratch
@@ -328,16 +355,28 @@ def _multiply(x, w, *refs, names, tiling, steps, consumers, finish):
 
     zero = jnp.asarray(0, jnp.int32)
 
+    def load_scales_of_all():
+        arrived, rows = scratch["scaled"].at[0], pl.ds(0, M)
+        source = scratch["of_columns"].at[across(columns)]
+        plgpu.copy_gmem_to_smem(source, scratch["column_scales"], arrived)
+        source, target = scratch["of_rows"], scratch["row_scales"]
+        if group_size is None:  # rows past the last one are not read
+            source, target = source.at[rows], target.at[rows]
+        else:
+            size = target.shape[0]
+            source = source.at[pl.ds(pl.multiple_of(split * size, size), size)]
+        plgpu.copy_gmem_to_smem(source, target, arrived)
+
     @pl.when(warpgroup == consumers)
     def _():
         plgpu.set_max_registers(40, action="decrease")
+        if group_size is not None:
+            load_scales_of_all()
         jax.lax.fori_loop(0, steps, load, zero)
-        if is_scaled:  # behind the last weights, in front of the last products
-            arrived, rows = scratch["scaled"].at[0], pl.ds(0, M)
-            source = scratch["of_columns"].at[across(columns)]
-            plgpu.copy_gmem_to_smem(source, scratch["column_scales"], arrived)
-            target = scratch["row_scales"].at[rows]  # rows past the last one are not read
-            plgpu.copy_gmem_to_smem(scratch["of_rows"].at[rows], target, arrived)
+        if (
+            is_scaled and group_size is None
+        ):  # behind the last weights, in front of the last products
+            load_scales_of_all()
         for i in range(max(0, steps - stages), steps):
             plgpu.barrier_wait(scratch["used"].at[i % stages])
 
@@ -361,21 +400,64 @@ def _multiply(x, w, *refs, names, tiling, steps, consumers, finish):
         plgpu.barrier_arrive(scratch["used"].at[last])
         return scaled(sums[...]) if is_scaled else sums[...]
 
+    down = pl.ds(pl.multiple_of(warpgroup * _ROWS, _ROWS), _ROWS)
+
     def scaled(sums):
         plgpu.barrier_wait(scratch["scaled"].at[0])
-        down = pl.ds(pl.multiple_of(warpgroup * _ROWS, _ROWS), _ROWS)
         for axis, ref in enumerate((scratch["row_scales"].at[down], scratch["column_scales"])):
             sums = sums * load_scales(ref, axis, sums.shape)
         return sums
 
+    def products_of_groups():
+        count = depth // group_size  # of a step
+
+        def step(i, carry):
+            slot, total = carry
+            plgpu.barrier_wait(scratch["loaded"].at[slot])
+
+            def product(*sums):
+                for j, each in enumerate(sums):
+                    deep = pl.ds(j * group_size, group_size)
+                    weights = scratch["weights"].at[slot, :, deep].T
+                    plgpu.wgmma(each, scratch["rows"].at[slot, warpgroup, :, deep], weights)
+                return [each[...] for each in sums]
+
+            sums = [plgpu.WGMMAAccumulatorRef((_ROWS, columns), jnp.float32)] * count
+            for j, part in enumerate(pl.run_scoped(product, *sums)):
+                own = scratch["row_scales"].at[i * count + j, down]
+                total += part * load_scales(own, 0, part.shape)
+            plgpu.barrier_arrive(scratch["used"].at[slot])
+            return after(slot), total
+
+        plgpu.barrier_wait(scratch["scaled"].at[0])
+        total = plgpu.layout_cast(jnp.zeros((_ROWS, columns), jnp.float32), plgpu.Layout.WGMMA)
+        _, total = jax.lax.fori_loop(0, steps, step, (zero, total))
+        return total * load_scales(scratch["column_scales"], 1, total.shape)
+
+    def quantized(pieces):
+        """The pieces in 8 bits, with a scale for what this block has of a row."""
+        wide = [piece.astype(jnp.float32) for piece in pieces]
+        largest = functools.reduce(jnp.maximum, (jnp.abs(one).max(axis=1) for one in wide))
+        factors, units = factors_of(largest)
+        scratch["result_scales"][tile, down] = units
+        return [
+            (one * jax.lax.broadcast_in_dim(factors, one.shape, [0])).astype(FP8) for one in wide
+        ]
+
     @pl.when(warpgroup < consumers)
     def _():
         plgpu.set_max_registers(232 if consumers == 2 else 208, action="increase")
-        sums = plgpu.WGMMAAccumulatorRef((_ROWS, columns), jnp.float32)
-        pieces = [piece.astype(out.dtype) for piece in finish(pl.run_scoped(products, sums))]
+        if group_size is not None:
+            sums = products_of_groups()
+        else:
+            sums = plgpu.WGMMAAccumulatorRef((_ROWS, columns), jnp.float32)
+            sums = pl.run_scoped(products, sums)
+        pieces = finish(sums)
+        if "result_scales" in scratch:
+            pieces = quantized(pieces)
+        pieces = [piece.astype(out.dtype) for piece in pieces]
         width = sum(piece.shape[1] for piece in pieces)
         if "out" not in scratch:
-            down = pl.ds(pl.multiple_of(warpgroup * _ROWS, _ROWS), _ROWS)
             (out[split, down, across(width)],) = pieces
             return
         staged = scratch["out"].at[warpgroup]
@@ -476,7 +558,7 @@ def _add_rms_norm(x, scale, *refs, groups, eps):
         normed[row] = rounded
         return
     rounded = rounded.astype(jnp.float32)
-    factor, unit = factors_of(jnp.max(jnp.abs(rounded)))
+    factor, unit = factors_of_scalar(jnp.max(jnp.abs(rounded)), rounded.shape)
     normed[row] = (rounded * factor).astype(FP8)
     scales[0][row] = unit
 
@@ -585,7 +667,7 @@ def _sandwich_norm(*refs, names, eps):
         value = kept * root * at[f"following{i}"]
         if i == 0 and units:
             value = rounded(value)
-            by, units[0][row] = factors_of(jnp.max(jnp.abs(value)))
+            by, units[0][row] = factors_of_scalar(jnp.max(jnp.abs(value)), value.shape)
             value = value * by
         to[row] = value.astype(to.dtype)
 
@@ -618,7 +700,7 @@ def _quantize_rows(x, values, scales):
     vector = math.gcd(K // _THREADS, _ROUNDED_VECTOR)
     layout = plgpu.Layout.WG_STRIDED((K,), vec_size=vector)
     kept = hopper.load(x.at[row], layout).astype(jnp.float32)
-    factor, unit = factors_of(jnp.max(jnp.abs(kept)))
+    factor, unit = factors_of_scalar(jnp.max(jnp.abs(kept)), kept.shape)
     values[row] = (kept * factor).astype(FP8)
     scales[row] = unit
 
@@ -634,7 +716,7 @@ def _is_staged(num_rows: int, dtype: jnp.dtype) -> bool:
     Rows past the last one may not be written; and what a thread has of a row is two numbers, half
     a sector with its neighbours' if they have 16 bits: 1.2 us of SDAR-8B's qkv, 128 rows.
     """
-    return num_rows % _ROWS > 0 or dtype.itemsize == 2
+    return num_rows % _ROWS > 0 or dtype.itemsize <= 2
 
 
 def _num_rows(x: Array) -> int:

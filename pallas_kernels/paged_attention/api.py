@@ -7,12 +7,14 @@ Letters: B sequences, T computed rows, N query heads, G KV heads, H head size, P
 pool, Z page size, C pages of a sequence, K blocks in the window.
 """
 
+import functools
 from typing import Literal
 
 from jaxtyping import Array, Float, Int
 
 from .. import dispatch
 from ..dispatch import BackEnd
+from ..layer.fp8 import Fp8Groups
 from . import cudnn, mosaic, reference, triton
 from .mask import WindowMask
 
@@ -44,8 +46,9 @@ def paged_attention(
     *,
     scale: float | None = None,
     kv_scales: Float[Array, "2 G"] | None = None,
+    is_quantized: bool = False,
     implementation: Implementation | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N H"] | Fp8Groups:
     """Attention of the window's rows over cached pages and fresh keys, softmax in float32.
 
     Args:
@@ -56,6 +59,8 @@ def paged_attention(
         scale: Factor of the scores; None: one over the root of the head size.
         kv_scales: Where keys and values have 8 bits, fresh ones too: what a key and a value of each
             head is multiplied by. Powers of two (`kv_write.fp8`).
+        is_quantized: Rows may come out in 8 bits, each head of a row with a scale of its own; they
+            do where the kernel rounds them in the same launch.
         implementation: "xla" (any device, the reference), "cudnn" and "triton" (NVIDIA GPU,
             16-bit), "mosaic" (Hopper, bfloat16, jax 0.11), or None for the fastest that supports
             the arguments.
@@ -67,6 +72,10 @@ def paged_attention(
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
     back_ends = _back_ends(q, k_pages, page_table, mask)
+    if is_quantized:
+        own = back_ends["mosaic"]
+        run = functools.partial(own.run, is_quantized=True)
+        back_ends["mosaic"] = own._replace(run=run)
     arguments = (q, k, v, k_pages, v_pages, page_table, mask)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return dispatch.run(implementation, back_ends, *arguments, scale=scale, kv_scales=kv_scales)

@@ -26,6 +26,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from .. import hopper
+from ..layer.fp8 import DTYPE as FP8
+from ..layer.fp8 import Fp8Groups
 from ..lowered import lowered_once
 from .mask import WindowMask, facts, within_reach
 from .mosaic_blocks import attend
@@ -65,7 +67,13 @@ def unsupported_arguments(q: Array, k_pages: Array, mask: WindowMask) -> str | N
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "tiling", "interpret"))  # traced once
+def gives_groups(tiling: Tiling) -> bool:
+    """Whether the kernel can round its rows to 8 bits: where one launch has all keys of a row."""
+    takes_turns = tiling.resident or tiling.shares_rows or tiling.unsplit_keys
+    return not takes_turns and (tiling.splits == 1 or tiling.is_cluster)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "is_quantized", "tiling", "interpret"))
 def attention(
     q: Array,
     k: Array,
@@ -77,9 +85,10 @@ def attention(
     *,
     scale: float | None = None,
     kv_scales: Array | None = None,
+    is_quantized: bool = False,
     tiling: Tiling | None = None,
     interpret: Any = None,
-) -> Array:
+) -> Array | Fp8Groups:
     """See `api.paged_attention`; rows that are not live are zeros.
 
     `interpret`, an `InterpretGPUParams`, runs it on a CPU for tests. The interpreter has no product
@@ -93,7 +102,9 @@ def attention(
         place = jnp.arange(mask.visible.shape[-1], dtype=jnp.int32)
         bits = jnp.sum(mask.visible.astype(jnp.int32) << place[None, None], axis=2, dtype=jnp.int32)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    is_quantized = is_quantized and gives_groups(tiling)
     settings = {"rules": mask.rules, "scale": scale, "tiling": tiling}
+    settings["is_quantized"] = is_quantized
     run = functools.partial(_run, **settings, interpret=interpret)
     # Mosaic kernels have no batching rule, so vmap runs them one after another.
     return jax.custom_batching.sequential_vmap(run)(
@@ -105,8 +116,20 @@ def attention(
     )
 
 
-@lowered_once(static_argnames=("rules", "scale", "tiling", "interpret"))
-def _run(fresh, pools, page_table, numbers, more, *, rules, scale, tiling, interpret):
+@lowered_once(static_argnames=("rules", "scale", "is_quantized", "tiling", "interpret"))
+def _run(
+    fresh,
+    pools,
+    page_table,
+    numbers,
+    more,
+    *,
+    rules,
+    scale,
+    tiling,
+    interpret,
+    is_quantized=False,
+):
     """One launch, and a merge where the parts are not a cluster's. Layers lower once."""
     q, k, _ = fresh
     B, T, N, H = q.shape
@@ -123,13 +146,17 @@ def _run(fresh, pools, page_table, numbers, more, *, rules, scale, tiling, inter
     blocks = -(-warpgroups // groups)
     check_tiling(tiling, H, Z, G * blocks, is_8_bit=k.dtype.itemsize == 1)
     buffers = groups * 2 if tiling.resident else groups
-    whole = jax.ShapeDtypeStruct((B, T, N, H), q.dtype)
-    parts = (
+    kind = FP8 if is_quantized else q.dtype
+    whole = [jax.ShapeDtypeStruct((B, T, N, H), kind)]
+    parts = [
         jax.ShapeDtypeStruct((tiling.parts, B * G, blocks * groups, ROWS, H), jnp.float32),
         jax.ShapeDtypeStruct((tiling.parts, B * G, blocks * groups, ROWS), jnp.float32),
-    )
+    ]
+    if is_quantized:
+        whole.append(jax.ShapeDtypeStruct((N, -(-B * T // ROWS) * ROWS), jnp.float32))
+        parts.append(parts[1])
     is_shared = is_cluster and interpret is None and holds_parts(q, tiling)
-    outputs = (whole,) if splits == 1 or is_shared else (whole, *parts) if is_cluster else parts
+    outputs = whole if splits == 1 or is_shared else [*whole, *parts] if is_cluster else parts
     swizzled = hopper.swizzled(H, q.dtype)
     ring = plgpu.SMEM((tiling.stages, keys, H), q.dtype, transforms=swizzled)
     piece = piece_of(tiling)
@@ -157,14 +184,21 @@ def _run(fresh, pools, page_table, numbers, more, *, rules, scale, tiling, inter
         scratch["turn"] = plgpu.Barrier(num_barriers=1, num_arrivals=2)
     if is_cluster:
         part, width = (consumers, tiling.parts, ROWS), H // tiling.parts
-        scratch["columns"] = plgpu.SMEM((consumers, ROWS, width), q.dtype)
+        scratch["columns"] = plgpu.SMEM((consumers, ROWS, width), kind)
         if is_shared:
             transforms = part_transforms()
             scratch["means"] = plgpu.SMEM((*part, width), jnp.float32, transforms=transforms)
             scratch["masses"] = plgpu.SMEM(part, jnp.float32)
+            if is_quantized:
+                scratch["largest"] = plgpu.SMEM(part, jnp.float32)
         scratch["parts_in"] = plgpu.ClusterBarrier(
             collective_axes=("split",), num_barriers=1, num_arrivals=consumers
         )
+    if is_quantized:
+        scratch["units"] = plgpu.SMEM((consumers, ROWS), jnp.float32)
+        if splits == 1:
+            transforms = hopper.swizzled(H, kind)
+            scratch["narrow"] = plgpu.SMEM((consumers, ROWS, H), kind, transforms=transforms)
     if interpret is not None:
         scratch["weights"] = plgpu.SMEM((consumers, ROWS, keys), q.dtype, transforms=swizzled)
     tiles = B * G * blocks
@@ -201,7 +235,9 @@ def _run(fresh, pools, page_table, numbers, more, *, rules, scale, tiling, inter
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )(*operands)
-    if len(outputs) != 2:
+    if is_quantized:
+        return Fp8Groups(*out[:2])
+    if outputs is not parts:
         return out[0]
     rows = _merge(*out).astype(q.dtype)[:, : n * T]
     rows = rows.reshape(B, G, T // chunk, n, chunk, H)

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ..layer.fp8 import DTYPE as FP8
+from ..layer.fp8 import factors_of
 from .mosaic_merge import merged
 from .mosaic_tiles import ROWS, in_order, page_of, slot_of, turns_of, whole, window_cell
 
@@ -247,7 +249,19 @@ def compute(
         share_of_row = share_of_row * kv_scales[1, work.g]
     mean = total * across(share_of_row, total.shape)
 
-    def store(staged, columns=None):
+    def rounded(values, largest):
+        """Rows of the result's type; in 8 bits with a scale for this head, left in `units`."""
+        values = values.astype(q.dtype)
+        if "units" not in scratch:
+            return values
+        factors, scales = factors_of(largest)
+        scratch["units"][warpgroup] = scales
+        return (values.astype(jnp.float32) * across(factors, values.shape)).astype(FP8)
+
+    def largest_of(values):
+        return jnp.abs(values).max(axis=1) if "units" in scratch else None
+
+    def store(staged, columns=None, leads=True):
         """Bring this warpgroup's rows from shared memory to the result."""
         plgpu.commit_smem()
         for i in range(per_warpgroup):
@@ -256,6 +270,18 @@ def compute(
             def _(i=i):
                 plgpu.copy_smem_to_gmem(unit_rows(staged, i), box_of(results[0], i, columns))
 
+            if "units" not in scratch:
+                continue
+
+            @pl.when((unit + i < units) & leads)
+            def _(i=i):
+                one = unit + i
+                token = work.b * T + jax.lax.div(one, whole(n)) * chunk
+                head = work.g * n + jax.lax.rem(one, whole(n))
+                target = results[1].at[head, pl.ds(pl.multiple_of(token, chunk), chunk)]
+                source = scratch["units"].at[warpgroup, pl.ds(i * chunk, chunk)]
+                plgpu.copy_smem_to_gmem(source, target)
+
         if turn is None:
             plgpu.wait_smem_to_gmem(
                 0, wait_read_only=True
@@ -263,8 +289,9 @@ def compute(
 
     def store_whole():
         if own_columns is None:
-            mine[...] = mean.astype(q.dtype)
-            store(mine)
+            staged = scratch["narrow"].at[warpgroup] if "narrow" in scratch else mine
+            staged[...] = rounded(mean, largest_of(mean))
+            store(staged)
             return
         meet()  # the other warpgroup has read the rows, too
         mine[:, own_columns] = mean.astype(q.dtype)
@@ -293,21 +320,23 @@ def compute(
 
             return
         index = work.split * 2 + warpgroup if tiling.shares_keys else work.split
-        own = merged(
+        largest = largest_of(mean)
+        own, largest = merged(
             mean,
             log_mass,
+            largest,
             index=index,
             warpgroup=warpgroup,
             place=place,
-            parts=results[1:],
+            parts=results[1 if largest is None else 2 :],
             scratch=scratch,
             tiling=tiling,
         )
         width = H // tiling.parts
         columns = pl.ds(pl.multiple_of(index * width, width), width)
         staged = scratch["columns"].at[warpgroup]
-        staged[...] = own.astype(q.dtype)
-        store(staged, columns)
+        staged[...] = rounded(own, largest)
+        store(staged, columns, index == 0)
 
     if splits == 1:
         store_whole()

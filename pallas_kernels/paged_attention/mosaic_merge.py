@@ -26,11 +26,17 @@ def part_transforms():
     return swizzled(SWIZZLE // 4, jnp.float32)
 
 
-def merged(mean, log_mass, *, index, warpgroup, place, parts, scratch, tiling) -> Array:
+def merged(
+    mean, log_mass, largest=None, *, index, warpgroup, place, parts, scratch, tiling
+) -> tuple[Array, Array | None]:
     """This part's columns of the mean over all parts, each weighted by the mass of its keys.
+
+    Beside it, what no number of any column is above: the mean of `largest` in the same way. All
+    parts compute the same.
 
     Args:
         mean, log_mass: Of this part's keys, for each row of the warpgroup.
+        largest: Of the numbers of `mean`; None: not asked for.
         index: Which part this is.
         warpgroup: Which of the block's.
         place: Where the warpgroup's rows are in `parts`.
@@ -42,13 +48,17 @@ def merged(mean, log_mass, *, index, warpgroup, place, parts, scratch, tiling) -
     per_row = layout.reduce(1)
     width = mean.shape[1] // tiling.parts
     arrived = scratch["parts_in"].at[0]
+    bounds = []
     if parts:
-        means, masses = parts
+        means, masses, *bounds = parts
         means[index, *place] = mean
         masses[index, *place] = log_mass
+        for each in bounds:
+            each[index, *place] = largest
         columns = pl.ds(pl.multiple_of(index * width, width), width)
         means = [means.at[i, *place, :, columns] for i in range(tiling.parts)]
         masses = [masses.at[i, *place] for i in range(tiling.parts)]
+        bounds = [each.at[i, *place] for each in bounds for i in range(tiling.parts)]
         _fence("gpu", scratch)
         plgpu.barrier_arrive(arrived)
         plgpu.barrier_wait(arrived)
@@ -57,11 +67,15 @@ def merged(mean, log_mass, *, index, warpgroup, place, parts, scratch, tiling) -
         means, masses = scratch["means"], scratch["masses"]
         for peer in range(tiling.parts):
             block, owner = divmod(peer, 2) if tiling.shares_keys else (peer, warpgroup)
-            _store_mass(log_mass, masses.at[owner, index], block)
+            _store_row(log_mass, masses.at[owner, index], block)
+            if largest is not None:
+                _store_row(largest, scratch["largest"].at[owner, index], block)
             columns = mean[:, peer * width : (peer + 1) * width]
             _store_mean(columns, means.at[owner, index], block)
         means = [means.at[warpgroup, i] for i in range(tiling.parts)]
         masses = [masses.at[warpgroup, i] for i in range(tiling.parts)]
+        if largest is not None:
+            bounds = [scratch["largest"].at[warpgroup, i] for i in range(tiling.parts)]
         _fence("cluster", scratch)
         plgpu.barrier_arrive(arrived)
         plgpu.barrier_wait(arrived)  # shared memory is not cached, so no fence is needed
@@ -70,7 +84,14 @@ def merged(mean, log_mass, *, index, warpgroup, place, parts, scratch, tiling) -
     weights = [jnp.exp2(one - peak) for one in masses]
     across = lambda row: jax.lax.broadcast_in_dim(row, (len(row), width), [0])  # noqa: E731
     terms = [load(one, layout) * across(weight) for one, weight in zip(means, weights, strict=True)]
-    return functools.reduce(jnp.add, terms) / across(functools.reduce(jnp.add, weights))
+    whole = functools.reduce(jnp.add, weights)
+    bound = None
+    if bounds:
+        terms_of = [
+            load(one, per_row) * weight for one, weight in zip(bounds, weights, strict=True)
+        ]
+        bound = functools.reduce(jnp.add, terms_of) / whole
+    return functools.reduce(jnp.add, terms) / across(whole), bound
 
 
 # jax 0.10 lacks what the functions below import.
@@ -93,12 +114,12 @@ def _store_mean(mean, ref, peer):
     store(mean, ref)  # pyright: ignore[reportCallIssue]
 
 
-def _store_mass(mass, ref, peer):
+def _store_row(values, ref, peer):
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA.reduce(1), plgpu.RefType()))
-    def store(_, mass, ref):
-        mass.store_untiled(_of_peer(ref, peer, True), optimized=False)
+    def store(_, values, ref):
+        values.store_untiled(_of_peer(ref, peer, True), optimized=False)
 
-    store(mass, ref)  # pyright: ignore[reportCallIssue]
+    store(values, ref)  # pyright: ignore[reportCallIssue]
 
 
 def _of_peer(ref, peer, generic):

@@ -1,6 +1,8 @@
 """Matrices and rows in 8 bits against NumPy: in plain XLA, and in Mosaic's interpreter."""
 
 import functools
+import itertools
+import math
 import re
 
 import jax
@@ -9,23 +11,29 @@ import numpy as np
 import pytest
 
 from dllm_jax.kernels.layer import (
+    Fp8Groups,
     Fp8Matrix,
     Fp8Rows,
+    LayerOps,
     add_rms_norm,
+    api,
     fp8,
     gated_matmul,
     mosaic,
     mosaic_many,
     qkv_matmul,
     split_matmul,
+    takes_groups,
 )
 from dllm_jax.kernels.layer.mosaic import Tiling
-from dllm_jax.models.layers import gate_up_shape
+from dllm_jax.models.layers import gate_up_shape, swiglu
 from tests.cross_lowering import H200
 from tests.kernels.test_layer_mosaic import (
     EPS,
     MODELS,
+    SHARED_BYTES,
     close,
+    dense_models,
     hopper,  # noqa: F401 (a fixture)
     interpreted,
     lowered,
@@ -74,6 +82,40 @@ def test_quantize_matches_numpy(magnitude):
     restored = float64(values) * float64(scales)[:, None]
     assert (np.abs(restored - x) <= np.abs(x) / 16 + float64(scales)[:, None] / 512).all()
     assert np.abs(float64(values)).max() == 448
+    rows = fp8.quantize_rows(jnp.asarray(x))
+    want, want_scales = oracle.quantized_rows(x)
+    assert np.array_equal(rows.scales, want_scales)
+    assert np.array_equal(float64(rows.values), want)
+
+
+def test_scales_of_rows_are_the_least_powers_of_two_that_hold_them():
+    x = np.float32([448, np.nextafter(np.float32(448), np.float32(449)), 224, 1, 448 * 2.0**-60])
+    factors, scales = fp8.factors_of(jnp.asarray(x))
+    assert scales.tolist() == [1, 2, 0.5, 2.0**-8, 2.0**-60]
+    assert (np.asarray(factors) * np.asarray(scales) == 1).all()
+    for extreme in (0.0, 1e-38, 3e38):
+        factors, scales = fp8.factors_of(jnp.float32(extreme))
+        assert np.isfinite(factors)
+        assert float(factors * scales) == 1
+        assert extreme * factors <= 448
+
+
+def test_groups_of_a_row_are_the_row():
+    """But for numbers far below its largest one."""
+    (x,) = normal(11, (2, 3, 256), dtype="float32")
+    x[..., :64] *= 1000
+    x[..., 64:128] = 0
+    values, scales = fp8.quantize(jnp.asarray(x).reshape(6, 4, 64), is_rows=True)
+    padded = jnp.pad(scales.T, ((0, 0), (0, 2)), constant_values=jnp.nan)
+    groups = Fp8Groups(values.reshape(2, 3, 256), padded)
+    got, want = groups.whole, fp8.quantize_rows(jnp.asarray(x))
+    one, other = (float64(r.values) * float64(r.scales)[..., None] for r in (got, want))
+    far = np.abs(x) < 2.0**-13 * np.abs(x).max(axis=-1, keepdims=True)
+    assert np.array_equal(one[~far], other[~far])
+    matrix = fp8.quantize_matrix(jnp.asarray(normal(12, (256, 32), dtype="float32")[0]))
+    outs = (split_matmul(rows, matrix, dtype=jnp.float32) for rows in (groups, want))
+    a, b = map(float64, outs)
+    assert np.abs(a - b).max() < 1e-4 * np.abs(b).max()
 
 
 def test_rows_of_zeros_and_the_smallest_numbers_stay_finite():
@@ -162,26 +204,33 @@ def test_triton_says_that_it_has_no_form_for_8_bits():
 
 @needs_mosaic
 @pytest.mark.parametrize(
-    ("rows", "depth", "width", "tiling"),
+    ("rows", "depth", "width", "tiling", "group"),
     [
         # Two warpgroups, the second with 8 rows; buffers are used again; parts.
-        ((2, 36), 512, 64, Tiling(depth=128, stages=2, splits=2)),
+        ((2, 36), 512, 64, Tiling(depth=128, stages=2, splits=2), None),
         # Fewer rows than a warpgroup, four tiles.
-        ((32,), 512, 128, Tiling(columns=32, depth=256, stages=3)),
-        slow((64,), 1024, 64, Tiling(depth=256, stages=2, splits=2)),
-        slow((128,), 256, 64, Tiling(depth=128, stages=2)),
+        ((32,), 512, 128, Tiling(columns=32, depth=256, stages=3), 128),
+        slow((64,), 1024, 64, Tiling(depth=256, stages=2, splits=2), None),
+        slow((128,), 256, 64, Tiling(depth=128, stages=2), None),
+        slow((2, 36), 512, 64, Tiling(depth=128, stages=2, splits=2), 64),
     ],
 )
-def test_split_matmul_of_8_bits_is_exact(rows, depth, width, tiling):
-    x = Fp8Rows(*integer_rows(0, *rows, depth))
+def test_split_matmul_of_8_bits_is_exact(rows, depth, width, tiling, group):
     w = Fp8Matrix(*integer_rows(1, width, depth))
+    x = Fp8Rows(*integer_rows(0, *rows, depth))
+    left, right = (float64(a.values) * float64(a.scales)[..., None] for a in (x, w))
+    if group is not None:
+        values, scales = integer_rows(0, *rows, depth // group, group)
+        left = (float64(values) * float64(scales)[..., None]).reshape(*rows, depth)
+        scales = np.asarray(scales).reshape(-1, depth // group).T
+        scales = np.pad(scales, ((0, 0), (0, -scales.shape[1] % 64)), constant_values=np.nan)
+        x = Fp8Groups(values.reshape(*rows, depth), jnp.asarray(scales))
     got = interpreted(
         lambda *flat, **how: mosaic.split_matmul(
-            Fp8Rows(*flat[:2]), Fp8Matrix(*flat[2:]), tiling=tiling, dtype="bfloat16", **how
+            type(x)(*flat[:2]), Fp8Matrix(*flat[2:]), tiling=tiling, dtype="bfloat16", **how
         ),
         *(x.values, x.scales, w.values, w.scales),
     )
-    left, right = (float64(a.values) * float64(a.scales)[..., None] for a in (x, w))
     if tiling.splits == 1:
         assert got.dtype == jnp.bfloat16
         assert np.array_equal(got, np.float32(left @ right.T).astype(got.dtype))
@@ -217,6 +266,21 @@ def test_gated_matmul_of_8_bits_matches_numpy(rows, depth, turns, how):
     close(got, (gates / (1 + np.exp(-gates)) * others).reshape(*rows, -1))
     plain = gated_matmul(held, matrix, dtype=jnp.bfloat16, implementation="xla")
     close(got, float64(plain))  # which rounds in the middle of SiLU
+    if rows != (3, 24):
+        return
+    values, scales = interpreted(
+        lambda *flat, **more: (lambda out: (out.values, out.scales))(
+            mosaic.gated_matmul(
+                *(Fp8Rows(*flat[:2]), Fp8Matrix(*flat[2:])),
+                **(how | more | {"dtype": "bfloat16", "is_quantized": True}),
+            )
+        ),
+        *(held.values, held.scales, matrix.values, matrix.scales),
+    )
+    groups = np.float32(got).reshape(72, -1, how["tiling"].columns // 2)
+    want, want_scales = oracle.quantized_rows(groups)
+    assert np.array_equal(np.asarray(scales)[:, :72].T, want_scales)
+    assert np.array_equal(float64(values).reshape(groups.shape), want)
 
 
 @needs_mosaic
@@ -275,7 +339,7 @@ def test_rows_are_rounded_by_mosaic_as_by_xla(shape, dtype):
         lambda x, **how: (lambda rows: (rows.values, rows.scales))(mosaic.quantize_rows(x, **how)),
         x,
     )
-    want, want_scales = oracle.quantized(np.float32(x))
+    want, want_scales = oracle.quantized_rows(np.float32(x))
     assert np.array_equal(scales, want_scales)
     assert np.array_equal(float64(values), want)
 
@@ -356,8 +420,63 @@ def test_a_layer_in_8_bits_lowers_to_one_kernel_an_operation(on_hopper, model, r
         rows_of_16 = real(*x.values.shape)  # rounded in one launch more
         assert operations(call, rows_of_16, w) == {"custom_call"}
         assert lowered(call, rows_of_16, w) == (2, 0)
+    products = of_model(rows, *sizes)
+    (_, x, gate), (_, _, down) = products["gate"], products["down"]
+    run = functools.partial(swiglu, ops=LayerOps(), dtype=jnp.bfloat16)
+    launches = 2 if model == "SDAR-1.7B" else 3  # SDAR-8B's tiles of gate and up are no groups
+    assert lowered(run, x, gate, down) == (launches, 0)
     x, scale = real(1, rows, sizes[0]), real(sizes[0])
     assert lowered(lambda x, s: add_rms_norm(x, x, s, EPS, is_quantized=True), x, scale) == (1, 0)
+
+
+@needs_mosaic
+def test_tilings_of_8_bits_fit_into_shared_memory(monkeypatch, on_hopper):
+    """Counted from what the kernel allocates, with groups where they are chosen."""
+    found = {"Fp8Rows": [], "Fp8Groups": []}
+
+    def launch(body, *, out_type, scratch_types, **_):
+        arrays = [s for s in scratch_types if hasattr(s, "dtype") and hasattr(s, "shape")]
+        found[kind].append(sum(math.prod(s.shape) * jnp.dtype(s.dtype).itemsize for s in arrays))
+        return lambda *_: [jnp.zeros(each.shape, each.dtype) for each in out_type]
+
+    def run(back_end, x, w):
+        nonlocal kind
+        kind = type(x).__name__
+        if back_end.unsupported:
+            return None
+        return back_end.run.func.__wrapped__(x, w, **back_end.run.keywords)
+
+    def products(x, gate, inner, down, heads, out):
+        for reader in (None, down):
+            y = run(api._few_rows_fp8(x, gate, jnp.bfloat16, reader), x, gate)
+            held = y if isinstance(y, Fp8Groups) else inner
+            run(api._split_fp8(held, down, jnp.bfloat16), held, down)
+        run(api._split_fp8(heads, out, jnp.bfloat16), heads, out)
+
+    kind = ""
+    monkeypatch.setattr(mosaic.plgpu, "kernel", launch)
+    for rows in (8, 32, 72, 128):
+        for sizes in sorted(dense_models()):
+            shapes = of_model(rows, *sizes)
+            attended, out = shapes["o"][1:]
+            scales = real(sizes[2] * sizes[3], -(-rows // 64) * 64, dtype=jnp.float32)
+            heads = Fp8Groups(attended.values, scales)
+            jax.eval_shape(products, *shapes["gate"][1:], *shapes["down"][1:], heads, out)
+    assert min(map(len, found.values())) > 20
+    assert max(itertools.chain(*found.values())) <= SHARED_BYTES - 1024  # for barriers
+
+
+@needs_mosaic
+def test_rows_come_in_groups_where_the_product_takes_whole_ones(on_hopper):
+    matrix = of_model(32, *MODELS["SDAR-8B"])["o"][2]
+    bf16 = jnp.bfloat16
+    assert takes_groups((1, 32, 4096), matrix, 128, bf16)
+    assert takes_groups((4, 32, 4096), matrix, 64, bf16)
+    assert not takes_groups((1, 32, 4096), matrix, 96, bf16)  # 42 and a half
+    assert not takes_groups((1, 32, 4096), matrix, 32, bf16)  # a quarter of a line
+    assert not takes_groups((5, 32, 4096), matrix, 128, bf16)  # many rows
+    assert not takes_groups((1, 33, 4096), matrix, 128, bf16)
+    assert not takes_groups((1, 32, 4096), matrix, 128, jnp.float32)
 
 
 @needs_mosaic

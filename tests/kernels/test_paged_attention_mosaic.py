@@ -23,6 +23,7 @@ import pytest
 from dllm_jax.kernels.paged_attention import WindowMask, api, mosaic, mosaic_blocks, paged_attention
 from tests.cross_lowering import H200
 from tests.kernels.test_paged_attention import in_8_bits, restored
+from tests.oracles import fp8 as oracle_8_bits
 from tests.oracles import paged_attention as oracle
 
 pytestmark = pytest.mark.skipif(
@@ -243,6 +244,7 @@ INTERPRETED = {
 }
 
 
+ROUNDED = ("two consumers", "a cluster", "a cluster, keys shared")
 QUICK = ("a cluster, keys shared", "a block that stays, one tile in flight", "8 bits", "a canvas")
 
 
@@ -266,6 +268,29 @@ def interpreted(name):
         assert_splits_long_contexts_only(tiling, *arguments)
     if tiling.resident and not tiling.staged:
         assert_the_same_by_a_block_for_each_tile(tiling, *arguments)
+    if name in ROUNDED:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        assert_rounds_to_8_bits(tiling, *arguments, interpret=plgpu.InterpretGPUParams())
+
+
+def assert_rounds_to_8_bits(tiling, data, table, mask, **how):
+    """To what rounding the rows gives, but for numbers far below a head's largest."""
+    arguments = *map(jnp.asarray, (*data, table)), jax.tree.map(jnp.asarray, mask)
+    plain, got = (
+        mosaic.attention(*arguments, tiling=tiling, is_quantized=is_quantized, **how)
+        for is_quantized in (False, True)
+    )
+    scales = np.asarray(got.scales).T[: plain.shape[0] * plain.shape[1]]
+    assert (np.frexp(scales)[0] == 0.5).all()  # powers of two
+    heads = np.float64(plain).reshape(*scales.shape, -1)
+    want, want_scales = oracle_8_bits.quantized_rows(heads)
+    assert (scales >= want_scales).all()  # what is above all parts of a cluster may be above more
+    assert (scales == want_scales).mean() > 0.5
+    shown = np.float64(got.values).reshape(heads.shape) * scales[..., None]
+    far = np.abs(heads) < 2.0**-13 * np.abs(heads).max(axis=-1, keepdims=True)
+    assert np.array_equal(shown[~far], (want * want_scales[..., None])[~far])
+    np.testing.assert_allclose(shown[far], heads[far], atol=2.0**-9 * scales.max())
 
 
 def assert_the_same_by_a_block_for_each_tile(tiling, data, table, mask):
@@ -354,6 +379,17 @@ def test_the_kernel_matches_numpy_on_a_gpu(tiling, feature):
         pytest.skip("needs a Hopper GPU")
     call = functools.partial(mosaic.attention, tiling=checked(tiling, feature))
     assert_right(call, *case(**FEATURES[feature]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("feature", ["blocks", "window", "canvas"])
+@pytest.mark.parametrize(
+    "tiling", [name for name, one in TILINGS.items() if one and mosaic.gives_groups(one)]
+)
+def test_rows_are_rounded_to_8_bits_on_a_gpu(tiling, feature):
+    if jax.devices()[0].compute_capability != "9.0":
+        pytest.skip("needs a Hopper GPU")
+    assert_rounds_to_8_bits(checked(tiling, feature), *case(**FEATURES[feature]))
 
 
 EIGHT = {

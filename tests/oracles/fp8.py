@@ -32,9 +32,17 @@ def quantized(x):
     return rounded(x * (np.float32(448) / largest)[..., None]), largest * np.float32(1 / 448)
 
 
+def quantized_rows(x):
+    """The same with the least power of two for a scale that keeps the largest number below 449."""
+    x = np.float64(np.float32(x))
+    largest = np.abs(x).max(axis=-1)
+    scales = 2.0 ** np.ceil(np.log2(np.where(largest > 0, largest, 256) / 448))
+    return rounded(x / scales[..., None]), np.float32(scales)
+
+
 def matmul(x, w):
     """`x @ w` of rows and columns that are both rounded, in float64."""
-    rows, row_scales = quantized(x)
+    rows, row_scales = quantized_rows(x)
     columns, column_scales = quantized(np.moveaxis(np.asarray(w), 0, -1).reshape(-1, len(w)))
     sums = rows @ columns.T * np.float64(row_scales)[..., None] * np.float64(column_scales)
     return sums.reshape(*sums.shape[:-1], *np.shape(w)[1:])
