@@ -32,7 +32,7 @@ from ..lowered import lowered_once
 from .mask import WindowMask, facts, within_reach
 from .mosaic_blocks import attend
 from .mosaic_merge import part_transforms
-from .mosaic_tiles import ROWS, piece_of
+from .mosaic_tiles import ROWS, loads_of, piece_of
 from .mosaic_tiling import Tiling, check_tiling, choose_tiling, holds_parts
 
 _LEAST = 16  # of the inner side of a product of 16-bit numbers
@@ -158,28 +158,31 @@ def _run(
     is_shared = is_cluster and interpret is None and holds_parts(q, tiling)
     outputs = whole if splits == 1 or is_shared else [*whole, *parts] if is_cluster else parts
     swizzled = hopper.swizzled(H, q.dtype)
-    ring = plgpu.SMEM((tiling.stages, keys, H), q.dtype, transforms=swizzled)
-    piece = piece_of(tiling)
-    loads = piece // min(piece, Z, math.gcd(T, piece))  # boxes of the smallest kind in a piece
-    writes = 1 if tiling.staged else loads  # the warpgroup that loads writes whole tiles
+    of_keys = hopper.swizzled(H, k.dtype)
+    loads = loads_of(keys, T, Z)
+    users = consumers if tiling.shares_rows else groups
     scratch = {
         "rows": plgpu.SMEM((buffers, ROWS, H), q.dtype, transforms=swizzled),
-        "k_ring": ring,
-        "v_ring": ring,
+        "k_ring": plgpu.SMEM((tiling.key_stages, keys, H), k.dtype, transforms=of_keys),
+        "v_ring": plgpu.SMEM((tiling.stages, keys, H), q.dtype, transforms=swizzled),
         "rows_in": plgpu.Barrier(num_barriers=buffers, num_arrivals=ROWS // chunk),
-        "k_in": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=writes),
-        "v_in": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=writes),
-        "used": plgpu.Barrier(
-            num_barriers=tiling.stages, num_arrivals=consumers if tiling.shares_rows else groups
+        "k_in": plgpu.Barrier(num_barriers=tiling.key_stages, num_arrivals=loads),
+        "v_in": plgpu.Barrier(
+            num_barriers=tiling.stages, num_arrivals=1 if tiling.staged else loads
         ),
+        "used": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=users),
     }
     if tiling.shares_rows:
-        scratch["k_used"] = plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=consumers)
         scratch["rows_used"] = plgpu.Barrier(num_barriers=1, num_arrivals=consumers)
-    for name in ("k_8", "v_8") if tiling.staged else ():
-        shape = (tiling.staged, piece, H)
-        scratch[name] = plgpu.SMEM(shape, k.dtype, transforms=hopper.swizzled(H, k.dtype))
-        scratch[f"{name}_in"] = plgpu.Barrier(num_barriers=tiling.staged, num_arrivals=loads)
+    if tiling.shares_rows or tiling.staged:
+        scratch["k_used"] = plgpu.Barrier(num_barriers=tiling.key_stages, num_arrivals=users)
+    if tiling.staged:
+        piece = piece_of(tiling)
+        scratch["q_8"] = plgpu.SMEM((consumers, 2, ROWS, H), k.dtype, transforms=of_keys)
+        scratch["v_8"] = plgpu.SMEM((tiling.staged, piece, H), k.dtype, transforms=of_keys)
+        scratch["v_8_in"] = plgpu.Barrier(
+            num_barriers=tiling.staged, num_arrivals=loads_of(piece, T, Z)
+        )
     if tiling.ping_pong and consumers == 2:
         scratch["turn"] = plgpu.Barrier(num_barriers=1, num_arrivals=2)
     if is_cluster:
@@ -229,7 +232,7 @@ def _run(
         cluster=tuple(cluster.values()),
         cluster_names=tuple(cluster),
         kernel_name="paged_attention",
-        num_threads=consumers + tiling.loaders,
+        num_threads=consumers + 1,
         thread_name="warpgroup",
         scratch_types=list(scratch.values()),
         compiler_params=plgpu.CompilerParams(approx_math=True),

@@ -1,4 +1,4 @@
-"""What a block of threads of the Mosaic form does: a warpgroup or two load, the others compute.
+"""What a block of threads of the Mosaic form does: one warpgroup loads, the others compute.
 
 `mosaic.py` launches it. A block has one tile of rows, or stays and has several, one behind another.
 """
@@ -39,8 +39,8 @@ def attend(*refs, num_operands, extras, names, rules, scale, tiling, chunk, plac
         work = work_at((jax.lax.axis_index("sequence"), split, block))
     warpgroup = jax.lax.axis_index("warpgroup")
 
-    def bring(work, loader):
-        load(work, (k, v), (k_pages, v_pages), table, scratch, tiling, loader)
+    def bring(work):
+        load(work, (k, v), (k_pages, v_pages), table, scratch, tiling)
 
     def compute_rows(work, turn=None, following=None):
         operands = (q, k_pages.shape, table, bits, more.get("kv_scales"), results, scratch)
@@ -52,13 +52,12 @@ def attend(*refs, num_operands, extras, names, rules, scale, tiling, chunk, plac
         return
 
     loads, sums = _registers(tiling)
-    for loader in range(tiling.loaders):
 
-        @pl.when(warpgroup == tiling.consumers + loader)
-        def _(loader=loader):
-            plgpu.set_max_registers(loads, action="decrease")
-            bring(work, loader)
-            drain(work.low, work.high, scratch, tiling)
+    @pl.when(warpgroup == tiling.consumers)
+    def _():
+        plgpu.set_max_registers(loads, action="decrease")
+        bring(work)
+        drain(work.low, work.high, scratch, tiling)
 
     computes = warpgroup < tiling.consumers
 
@@ -82,19 +81,18 @@ def _attend_in_turns(work_at, warpgroup, bring, compute_rows, scratch, tiling, p
         return work_at((sequence, whole(0), place), before)
 
     loads, sums = _registers(tiling)
-    for loader in range(tiling.loaders):
 
-        @pl.when(warpgroup == tiling.consumers + loader)
-        def _(loader=loader):
-            plgpu.set_max_registers(loads, action="decrease")
+    @pl.when(warpgroup == tiling.consumers)
+    def _():
+        plgpu.set_max_registers(loads, action="decrease")
 
-            def one(turn, before):
-                work = work_in(turn, before)
-                bring(work, loader)
-                return before + (work.high - work.low)
+        def one(turn, before):
+            work = work_in(turn, before)
+            bring(work)
+            return before + (work.high - work.low)
 
-            count = jax.lax.fori_loop(whole(0), turns, one, whole(0))
-            drain(whole(0), count, scratch, tiling)
+        count = jax.lax.fori_loop(whole(0), turns, one, whole(0))
+        drain(whole(0), count, scratch, tiling)
 
     @pl.when(warpgroup < tiling.consumers)
     def _():
@@ -129,10 +127,8 @@ def _registers(tiling):
     """Of each thread that loads, and of each that computes.
 
     Warpgroups share what the block was launched with: 168 a thread where they are three, so that
-    all three may have 504, and 128 where they are four. One that asks for more waits for ever.
+    all three may have 504. One that asks for more waits for ever.
     """
     if not tiling.staged:
         return 40, 232 if tiling.consumers == 2 else 208
-    if tiling.consumers == 1:
-        return 96, 208
-    return (80, 176) if tiling.loaders == 2 else (88, 208)
+    return (88, 208) if tiling.consumers == 2 else (96, 208)

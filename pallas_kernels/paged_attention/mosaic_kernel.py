@@ -11,10 +11,20 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ..hopper import load
 from ..layer.fp8 import DTYPE as FP8
 from ..layer.fp8 import factors_of
 from .mosaic_merge import merged
-from .mosaic_tiles import ROWS, in_order, page_of, slot_of, turns_of, whole, window_cell
+from .mosaic_tiles import (
+    ROWS,
+    in_order,
+    key_slot_of,
+    page_of,
+    slot_of,
+    turns_of,
+    whole,
+    window_cell,
+)
 
 # Score of a key that is not seen, whatever it is multiplied by. A large finite number is not hidden
 # by a small scale: the multiply-add that subtracts the peak leaves a rounding error of 1e19.
@@ -172,26 +182,28 @@ def compute(
     def look(i, carry, sees):
         """Take in a tile of keys; `sees` None: every row sees all of them."""
         total, peak, mass = carry
-        slot = slot_of(work, tiling, i)
+        slot, key_slot = slot_of(work, tiling, i), key_slot_of(work, tiling, i)
         shape = (ROWS, keys)
-        key, value = scratch["k_ring"].at[slot], scratch["v_ring"].at[slot]
+        key, value = scratch["k_ring"].at[key_slot], scratch["v_ring"].at[slot]
         value = value if own_columns is None else value.at[:, own_columns]
-        plgpu.barrier_wait(scratch["k_in"].at[slot])
+        plgpu.barrier_wait(scratch["k_in"].at[key_slot])
 
         def product(sums):
-            plgpu.wgmma(sums, mine, key.T)
+            for part in query:
+                plgpu.wgmma(sums, part, key.T)
             if takes_turns:
                 pass_turn()
             return sums[...]
 
         score = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-        if tiling.shares_rows:
-            plgpu.barrier_arrive(scratch["k_used"].at[slot])
+        if "k_used" in scratch:
+            plgpu.barrier_arrive(scratch["k_used"].at[key_slot])
         if sees is not None:
             score = jnp.where(sees(i, shape), score, _HIDDEN)
-        higher = jnp.maximum(peak, score.max(axis=1) * scale)
+        higher = jnp.maximum(peak, score.max(axis=1) * factor)
         shrink = jnp.exp2(peak - higher)
-        weight = jnp.exp2(score * scale - across(higher, shape))
+        each = factor if "q_8" not in scratch else across(factor, shape)
+        weight = jnp.exp2(score * each - across(higher, shape))
         mass = mass * shrink + weight.sum(axis=1)
         total = total * across(shrink, total.shape)
         narrow = weight.astype(q.dtype)
@@ -223,6 +235,10 @@ def compute(
         pl.when(work.is_used)(lambda: plgpu.barrier_wait(arrived))
     else:
         plgpu.barrier_wait(arrived)
+    query, factor = [mine], scale
+    if "q_8" in scratch:
+        query = [scratch["q_8"].at[warpgroup, i] for i in range(2)]
+        factor = scale * _in_two_parts(mine, query)
     if takes_turns:
         pl.when(warpgroup == 1)(pass_turn)
     carry = (
@@ -345,6 +361,23 @@ def compute(
     else:
         pl.when(work.is_whole)(store_whole)
         pl.when(~work.is_whole)(store_part)
+
+
+def _in_two_parts(rows, parts):
+    """Write rows of 16 bits as the sum of two numbers of 8; what they are to be multiplied by.
+
+    bfloat16 has 8 bits of mantissa, e4m3 has 4, and a sign of its own: nothing is lost but of
+    numbers below 2^-9 of the row's largest, which are off by 2^-17 of that at most.
+    """
+    values = load(rows, plgpu.Layout.WGMMA).astype(jnp.float32)
+    factors, scales = factors_of(jnp.abs(values).max(axis=1))
+    values = values * jax.lax.broadcast_in_dim(factors, values.shape, [0])
+    for part in parts:
+        narrow = values.astype(FP8)
+        part[...] = narrow
+        values = values - narrow.astype(jnp.float32)
+    plgpu.commit_smem()
+    return scales
 
 
 def _interpreted_product(staged, weight, value, width):

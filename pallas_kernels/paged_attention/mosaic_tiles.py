@@ -197,6 +197,11 @@ def slot_of(work, tiling, i):
     return jax.lax.rem(_order_of(work, i), whole(tiling.stages))
 
 
+def key_slot_of(work, tiling, i):
+    """Buffer that the keys of tile i are in."""
+    return jax.lax.rem(_order_of(work, i), whole(tiling.key_stages))
+
+
 def _order_of(work, i):
     """How many tiles went through the ring before tile i."""
     order = i - work.low
@@ -209,55 +214,36 @@ def turns_of(work, warpgroup, from_, to):
     return first, jax.lax.div(to - first + 1, whole(2))
 
 
-def load(work, fresh_keys, pools, table, scratch, tiling, loader=0):
-    """What a warpgroup that loads does: the tiles of this work, in order; `drain` comes last.
+def load(work, fresh_keys, pools, table, scratch, tiling):
+    """What the warpgroup that loads does: the tiles of this work, in order; `drain` comes last.
 
-    Of two such warpgroups the first, `loader` 0, has the keys and the other the values.
-
-    Keys and values of 8 bits come to buffers of their own, a piece of a tile each, and it writes
-    them to the ring in 16 bits, which is exact: the tensor cores take 8-bit values only with the
-    keys side by side.
+    The tensor cores take 8-bit keys as they lie. They take 8-bit values only with the keys side by
+    side, so values of 8 bits come to buffers of their own, a piece of a tile each, and are written
+    to the ring in 16 bits, which is exact.
     """
     keys, stages, staged = tiling.keys, tiling.stages, tiling.staged
     T, Z = fresh_keys[0].shape[1], pools[0].shape[2]
-    piece = piece_of(tiling)
-    pieces = keys // piece
-    fresh_box, page_box = math.gcd(T, piece), min(piece, Z)  # keys of a box
-    loads = piece // min(fresh_box, page_box)
-    mine = "kv"[loader : loader + 1] if tiling.loaders == 2 else "kv"
-    fresh_keys, pools = ([pair["kv".index(name)] for name in mine] for pair in (fresh_keys, pools))
-    rings = [scratch[f"{name}_ring"] for name in mine]
-    arrivals = [scratch[f"{name}_in"] for name in mine]
-    targets = [f"{name}_{8 if staged else 'ring'}" for name in mine]
-    landings = [f"{name}_8_in" if staged else f"{name}_in" for name in mine]
 
-    def wait_for_ring(i, name="used"):
-        """Wait until the ring's buffers for tile i are free."""
-        slot = slot_of(work, tiling, i)
+    def wait_until(name, slot, order, stages):
+        """Wait until what was in a buffer before is used."""
 
-        @pl.when(_order_of(work, i) >= stages)
+        @pl.when(order >= stages)
         def _():
             plgpu.barrier_wait(scratch[name].at[slot])
 
-        return slot
+    def fill(buffer, arrived, piece, sources):
+        """Load keys or values, box by box."""
+        size = piece // len(sources)
+        for place, source in enumerate(sources):
+            part = buffer if size == piece else buffer.at[pl.ds(place * size, size)]
+            plgpu.copy_gmem_to_smem(source, part, arrived)
+        for _spare in range(loads_of(piece, T, Z) - len(sources)):  # the barrier counts loads
+            plgpu.barrier_arrive(arrived)
 
-    def fill(slot, i, arrays, boxes_of):
-        """Load keys and values, box by box."""
-        for array, target, landing in zip(arrays, targets, landings, strict=True):
-            if tiling.shares_rows:
-                wait_for_ring(i, "k_used" if target == "k_ring" else "used")
-            buffer, arrived = scratch[target].at[slot], scratch[landing].at[slot]
-            sources = boxes_of(array)
-            size = piece // len(sources)
-            for place, source in enumerate(sources):
-                part = buffer if size == piece else buffer.at[pl.ds(place * size, size)]
-                plgpu.copy_gmem_to_smem(source, part, arrived)
-            for _spare in range(loads - len(sources)):  # the barrier counts loads
-                plgpu.barrier_arrive(arrived)
-
-    def cached(slot, i, offset: Array | int = 0):
-        j = (i + work.skipped) * keys + offset
-        found = [page_of(work, table, Z, j + at) for at in range(0, piece, page_box)]
+    def cached(i, piece, offset: Array | int = 0):
+        """The boxes of a piece of a cached tile, in a pool."""
+        j, box = (i + work.skipped) * keys + offset, min(piece, Z)
+        found = [page_of(work, table, Z, j + at) for at in range(0, piece, box)]
 
         def boxes_of(pool):
             sources = [pool.at[jnp.maximum(page, 0), work.g] for page, _ in found]
@@ -265,72 +251,108 @@ def load(work, fresh_keys, pools, table, scratch, tiling, loader=0):
                 return sources
             return [sources[0].at[pl.ds(pl.multiple_of(found[0][1], piece), piece)]]
 
-        fill(slot, i, pools, boxes_of)
+        return boxes_of
 
-    def fresh(slot, i, offset: Array | int = 0):
+    def fresh(i, piece, offset: Array | int = 0):
         token = (i - work.cached_tiles + work.fresh_first) * keys + offset
+        box = math.gcd(T, piece)
         # Copies of the last box fill the tile after the last key: the product needs whole
         # tiles of finite values, and the mask hides them.
-        tokens = [jnp.minimum(token + at, T - fresh_box) for at in range(0, piece, fresh_box)]
-        tokens = [pl.ds(pl.multiple_of(one, fresh_box), fresh_box) for one in tokens]
-        fill(slot, i, fresh_keys, lambda array: [array.at[work.b, one, work.g] for one in tokens])
+        tokens = [jnp.minimum(token + at, T - box) for at in range(0, piece, box)]
+        tokens = [pl.ds(pl.multiple_of(one, box), box) for one in tokens]
+        return lambda array: [array.at[work.b, one, work.g] for one in tokens]
 
     if not staged:
-        for span, bring in ((work.cached, cached), (work.fresh, fresh)):
-            ready = (
-                functools.partial(slot_of, work, tiling) if tiling.shares_rows else wait_for_ring
-            )
-            body = lambda i, _, bring=bring, ready=ready: bring(ready(i), i)  # noqa: E731
-            jax.lax.fori_loop(span[0], span[2], body, None)
+
+        def bring(i, _, boxes):
+            slot, order, boxes_of = slot_of(work, tiling, i), _order_of(work, i), boxes(i, keys)
+            if not tiling.shares_rows:
+                wait_until("used", slot, order, stages)
+            pair = fresh_keys if boxes is fresh else pools
+            for array, name, used in zip(pair, "kv", ("k_used", "used"), strict=True):
+                if tiling.shares_rows:
+                    wait_until(used, slot, order, stages)
+                ring, arrived = scratch[f"{name}_ring"].at[slot], scratch[f"{name}_in"].at[slot]
+                fill(ring, arrived, keys, boxes_of(array))
+
+        for span, boxes in ((work.cached, cached), (work.fresh, fresh)):
+            jax.lax.fori_loop(span[0], span[2], functools.partial(bring, boxes=boxes), None)
         return
+
+    piece = piece_of(tiling)
+    pieces, ahead = keys // piece, tiling.key_stages - 1
+
+    def either(i, what):
+        """Do it with what tile i is of: cached keys or fresh ones."""
+        is_cached = i < work.cached_tiles
+        pl.when(is_cached)(lambda: what(cached, pools))
+        pl.when(~is_cached)(lambda: what(fresh, fresh_keys))
+
+    def ask_for_keys(i, _=None):
+        slot = key_slot_of(work, tiling, i)
+        wait_until("k_used", slot, _order_of(work, i), tiling.key_stages)
+        ring, arrived = scratch["k_ring"].at[slot], scratch["k_in"].at[slot]
+        either(i, lambda boxes, pair: fill(ring, arrived, keys, boxes(i, keys)(pair[0])))
 
     def staged_slot(i, part):
         return jax.lax.rem(_order_of(work, i) * pieces + part, whole(staged))
 
-    def ask(number, _=None):
+    def ask_for_values(number, _=None):
         i, part = jax.lax.div(number, whole(pieces)), jax.lax.rem(number, whole(pieces))
-        slot, is_cached = staged_slot(i, part), i < work.cached_tiles
-        pl.when(is_cached)(lambda: cached(slot, i, part * piece))
-        pl.when(~is_cached)(lambda: fresh(slot, i, part * piece))
+        slot = staged_slot(i, part)
+        buffer, arrived = scratch["v_8"].at[slot], scratch["v_8_in"].at[slot]
+        at = part * piece
+        either(i, lambda boxes, pair: fill(buffer, arrived, piece, boxes(i, piece, at)(pair[1])))
 
     def widen(i, _):
-        """Write a tile to the ring, in 16 bits, and ask for what is to come after."""
-        slot = wait_for_ring(i)
+        """Write values to the ring, in 16 bits, and ask for what is to come after."""
+        slot = slot_of(work, tiling, i)
+        wait_until("used", slot, _order_of(work, i), stages)
         for part in range(pieces):
             place = staged_slot(i, part)
-            for ring, barrier, target, landing in zip(
-                rings, arrivals, targets, landings, strict=True
-            ):
-                plgpu.barrier_wait(scratch[landing].at[place])
-                values = _loaded(scratch[target].at[place])
-                # By way of float32: before CUDA 13.2 the GPU has no other to bfloat16.
-                wide, buffer = values.astype(jnp.float32).astype(ring.dtype), ring.at[slot]
-                buffer = buffer if pieces == 1 else buffer.at[pl.ds(part * piece, piece)]
-                buffer[...] = wide
-                plgpu.commit_smem()
-                if part == pieces - 1:
-                    plgpu.barrier_arrive(barrier.at[slot])
+            plgpu.barrier_wait(scratch["v_8_in"].at[place])
+            values = _loaded(scratch["v_8"].at[place])
+            buffer = scratch["v_ring"].at[slot]
+            # By way of float32: before CUDA 13.2 the GPU has no other to bfloat16.
+            wide = values.astype(jnp.float32).astype(buffer.dtype)
+            buffer = buffer if pieces == 1 else buffer.at[pl.ds(part * piece, piece)]
+            buffer[...] = wide
+            plgpu.commit_smem()
+            if part == pieces - 1:
+                plgpu.barrier_arrive(scratch["v_in"].at[slot])
             later = i * pieces + part + staged
-            pl.when(later < last)(functools.partial(ask, later))
+            pl.when(later < last)(functools.partial(ask_for_values, later))
+        # Keys of the tile before are used when this one's values are wanted.
+        pl.when(i + ahead < work.high)(functools.partial(ask_for_keys, i + ahead))
 
     first, last = work.low * pieces, work.high * pieces
-    jax.lax.fori_loop(first, jnp.minimum(first + staged, last), ask, None)
+    jax.lax.fori_loop(work.low, jnp.minimum(work.low + ahead, work.high), ask_for_keys, None)
+    jax.lax.fori_loop(first, jnp.minimum(first + staged, last), ask_for_values, None)
     jax.lax.fori_loop(work.low, work.high, widen, None)
+
+
+def loads_of(piece, rows, page_size) -> int:
+    """Boxes of the smallest kind in so many keys: what arrives at their barrier."""
+    return piece // min(piece, page_size, math.gcd(rows, piece))
 
 
 def drain(low, high, scratch, tiling):
     """Wait until the last tiles of [low, high) are used; a thread block may not end before."""
 
-    def wait(i, _):
-        for name in ("k_used", "used") if tiling.shares_rows else ("used",):
-            plgpu.barrier_wait(scratch[name].at[jax.lax.rem(i - low, whole(tiling.stages))])
+    def wait(i, _, name, stages):
+        plgpu.barrier_wait(scratch[name].at[jax.lax.rem(i - low, whole(stages))])
 
-    jax.lax.fori_loop(jnp.maximum(high - tiling.stages, low), high, wait, None)
+    rings = {"used": tiling.stages}
+    if "k_used" in scratch:
+        rings["k_used"] = tiling.key_stages
+    for name, stages in rings.items():
+        body = functools.partial(wait, name=name, stages=stages)
+        jax.lax.fori_loop(jnp.maximum(high - stages, low), high, body, None)
 
 
 def piece_of(tiling) -> int:
-    """Keys of a buffer that TMA fills: a tile, or what of it comes at once in 8 bits."""
-    return min(tiling.keys, 64) if tiling.staged else tiling.keys
+    """Values of 8 bits that come at once, at most a tile's."""
+    return min(tiling.keys, 64)
 
 
 def _loaded(ref):

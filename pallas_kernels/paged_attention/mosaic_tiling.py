@@ -54,9 +54,8 @@ class Tiling:
         unsplit_keys: Contexts of no more keys are not split: the blocks of a cluster take rows or
             heads of their own. At one compiled size a request's bits must not depend on its
             neighbours, so this is a number of keys and not a share of all.
-        staged: Pieces of up to 64 keys and values of 8 bits in flight, in front of a ring of
-            `stages` that takes them in 16 bits; 0 where they have 16.
-        loaders: Warpgroups that load: one, or with `staged` two, one for keys and one for values.
+        staged: Pieces of up to 64 values of 8 bits in flight, in front of a ring of `stages` that
+            takes them in 16 bits, beside keys of 8 bits; 0 where they have 16.
         resident: So many blocks, at most, stay and take tiles of rows in turns: the next one's rows
             and keys come while one ends; rows take twice the shared memory. Fewer stay where fewer
             need no more turns: 128 of 132 for 512 tiles. More than the GPU has multiprocessors wait
@@ -73,13 +72,17 @@ class Tiling:
     shares_rows: bool = False
     unsplit_keys: int = 0
     staged: int = 0
-    loaders: int = 1
     resident: int = 0
 
     @property
     def row_groups(self) -> int:
         """Sets of 64 rows of a block of threads."""
         return 1 if self.shares_keys or self.shares_rows else self.consumers
+
+    @property
+    def key_stages(self) -> int:
+        """Tiles of keys in flight; where warpgroups take them in turns, an even number."""
+        return (4 if self.keys <= 64 else 3) if self.staged else self.stages
 
     @property
     def parts(self) -> int:
@@ -142,7 +145,6 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
                 splits=splits,
                 is_cluster=is_cluster,
                 ping_pong=keys == 128 and consumers == 2,
-                loaders=2 if is_8_bit and keys == 128 and consumers == 1 else 1,
             )
             if is_cluster and splits > 1 and not holds_parts(q, tiling):
                 # Three tiles in flight leave room for the parts; not measured against four.
@@ -176,7 +178,7 @@ def buffers(keys: int, head_size: int, is_8_bit: bool) -> dict[str, Any]:
     Of 8-bit ones two are handed on in 16 bits, and the others are in flight.
     """
     if is_8_bit:
-        return {"stages": 2, "staged": 4 if keys == 64 else 3}
+        return {"stages": 2, "staged": 4}
     return {"stages": min(_RING_BYTES // (keys * head_size * 4), 6)}
 
 
@@ -184,8 +186,12 @@ def holds_parts(q: Array, tiling: Tiling) -> bool:
     """Whether shared memory has room for the parts that a cluster exchanges."""
     H, parts = q.shape[-1], tiling.parts
     of_row = H * q.dtype.itemsize
-    ring = (2 * tiling.stages * tiling.keys + tiling.staged * piece_of(tiling)) * of_row
+    ring = tiling.stages * tiling.keys * of_row
+    ring += tiling.key_stages * tiling.keys * (H if tiling.staged else of_row)
     queries = tiling.row_groups * ROWS * of_row
+    if tiling.staged:
+        ring += tiling.staged * piece_of(tiling) * H
+        queries += tiling.consumers * 2 * ROWS * H
     result, means_and_masses = of_row // parts, (H + parts) * 4
     return ring + queries + tiling.consumers * ROWS * (result + means_and_masses) <= _SHARED_BYTES
 
@@ -202,8 +208,6 @@ def check_tiling(
     if bool(tiling.staged) != is_8_bit:
         bits, use = (8, "staged=4") if is_8_bit else (16, "staged=0")
         raise ValueError(f"staged={tiling.staged} for keys of {bits} bits; use {use}")
-    if tiling.loaders > 1 and not tiling.staged:
-        raise ValueError(f"loaders={tiling.loaders} wants keys of 8 bits; use loaders=1")
     if tiling.resident:
         _resident(tiling)
     if tiling.ping_pong and tiling.stages < 2:  # one waits for the keys that the other has left
