@@ -151,11 +151,24 @@ def decode_trace(
     engine: Engine, rows: int, columns: int, context: int, steps: int, text_len: int | None = None
 ) -> tuple[profile.Trace, int]:
     """A profile of one dispatch of the same loop, warm, and how many steps ran in it."""
-    with _bare_loop(engine, rows, columns, context, text_len) as spend:
+    with (
+        profiled(engine),
+        _bare_loop(engine, rows, columns, context, text_len) as spend,
+    ):
         spend(FEW_STEPS)
         ran = []
         trace = profile.traced(lambda: ran.append(spend(steps)[1]))
     return trace, ran[0]
+
+
+@contextlib.contextmanager
+def profiled(engine: Engine) -> Iterator[None]:
+    """Steps whose launches a profile holds; their programs compile at their first call."""
+    engine.runner.is_profiled = True
+    try:
+        yield
+    finally:
+        engine.runner.is_profiled = False
 
 
 @contextlib.contextmanager

@@ -453,9 +453,20 @@ def move(grammars, slot, at):
 
 decode = jax.jit(_decode, donate_argnames=("state",))
 decode_bound = jax.jit(_decode_bound, donate_argnames=("state",))
-_WIDE = {"donate_argnames": ("state",), "compiler_options": _NO_TRITON_PRODUCTS}
+
+# A canvas's steps are one command buffer, loop and all. By XLA's default the host looks after each
+# step whether there is another, and then hands 700 launches over: 0.2 to 1.4 ms in which nothing
+# runs, and 13 ms before the first pass that stores. XLA records no loop with one of CUB's sorts.
+_RECORDED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION"
+_LOOP = {
+    "xla_gpu_enable_command_buffer": f"{_RECORDED},CONDITIONAL,WHILE",
+    "xla_gpu_enable_cub_radix_sort": False,
+}
+_WIDE = {"donate_argnames": ("state",), "compiler_options": _NO_TRITON_PRODUCTS | _LOOP}
 decode_wide = jax.jit(_decode, **_WIDE)
 decode_bound_wide = jax.jit(_decode_bound, **_WIDE)
+# For profiles, which hold no launch of a recorded loop.
+decode_seen = jax.jit(_decode, **_WIDE | {"compiler_options": _NO_TRITON_PRODUCTS})
 
 # XLA records a step's launches in command buffers and updates them at each call of a program, in 2
 # to 4 ms. Steps of few slots gain more (17 % each on an H200); steps of many slots do not.

@@ -52,15 +52,29 @@ def in_chunks(
         return fn(rows)
     chunks = max(2, -(-total // at_once))
     size = -(-total // chunks)
-    pad = chunks * size - total
 
-    def split(leaf: Array) -> Array:
-        # Padding repeats row 0: any valid row will do, its result is cut off.
-        padded = jnp.concatenate([leaf, jnp.broadcast_to(leaf[:1], (pad, *leaf.shape[1:]))])
-        return padded.reshape(chunks, size, *leaf.shape[1:])
+    # Places, not slices: XLA copies a slice by itself, and records no loop around such a copy.
+    def places(chunk: Array) -> Array:
+        return chunk * size + jnp.arange(size)
 
-    out = jax.lax.map(fn, jax.tree.map(split, rows))
-    return jax.tree.map(lambda leaf: leaf.reshape(chunks * size, *leaf.shape[2:])[:total], out)
+    def one(chunk: Array) -> Any:
+        # Behind the last row is that one again: any row will do, its result is dropped.
+        at = jnp.minimum(places(chunk), total - 1)
+        return fn(jax.tree.map(lambda leaf: leaf[at], rows))
+
+    def put(chunk: Array, found: Any) -> Any:
+        how = {"mode": "drop", "unique_indices": True}
+        at = places(chunk)
+        return jax.tree.map(lambda old, new: old.at[at].set(new, **how), found, one(chunk))
+
+    def zeros(like: Any) -> Array:
+        whole = jnp.zeros((total, *like.shape[1:]), like.dtype)
+        kind = getattr(like, "manual_axis_type", None)  # since jax 0.11
+        axes = kind.varying if kind else getattr(like, "vma", None)
+        return jax.lax.pcast(whole, tuple(axes), to="varying") if axes else whole
+
+    like = jax.eval_shape(one, jax.ShapeDtypeStruct((), jnp.int32))
+    return jax.lax.fori_loop(0, chunks, put, jax.tree.map(zeros, like))
 
 
 def read_stats(

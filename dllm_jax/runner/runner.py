@@ -38,7 +38,7 @@ from dllm_jax.strategies.core.state import DecodeState
 
 # Programs that one process may ask of others, and what each knows of their static arguments.
 _REPLAYED = ("admit", "restore", "prefill", "begin", "copy_page")
-_REPLAYED += ("decode", "decode_wide", "decode_many")
+_REPLAYED += ("decode", "decode_wide", "decode_seen", "decode_many")
 _REPLAYED += ("decode_bound", "decode_bound_wide", "decode_bound_many")
 _OWN_STATIC = ("knobs", "slot_layout")
 _WEIGHTLESS = ("admit", "restore", "copy_page")
@@ -150,6 +150,9 @@ class ModelRunner:
         layout: Sizes; every program is compiled for a bucket of them.
         implementation: Attention back end, None for the best.
         allocate: Make the state now; otherwise `reset` does, before anything is run.
+
+    Attributes:
+        is_profiled: Run steps by programs whose launches a profile holds, one by one.
     """
 
     def __init__(
@@ -165,6 +168,7 @@ class ModelRunner:
             _check_placed(network)
         self.layout = layout
         self.memory: memory.MemoryPlan | None = None
+        self.is_profiled = False
         self._knobs = tuple(sorted(layout.knobs))
         self._programs = Programs(
             model=model,
@@ -703,7 +707,7 @@ class ModelRunner:
         if many is not None and len(rows) >= many:
             form = "_many"
         elif many is not None and self.layout.block_size >= WIDE:
-            form = "_wide"
+            form = "_seen" if self.is_profiled and not any(bound) else "_wide"
         if any(bound):
             which = np.zeros((len(rows),), bool)
             which[: len(bound)] = bound

@@ -29,6 +29,7 @@ from dllm_jax.kernels.router import mosaic as router_mosaic
 from dllm_jax.kernels.router import reference as router_reference
 from tests.kernels.test_layer_mosaic import (
     close,
+    hopper,  # noqa: F401 (a fixture)
     integers,
     interpreted,
     lowered,

@@ -80,7 +80,8 @@ def test_many_rows_are_left_to_libraries_whatever_the_autotuner_times() -> None:
 
     assert options(programs.decode_many)["xla_gpu_enable_triton_gemm"] is False
     assert options(programs.prefill) == {"xla_gpu_enable_triton_gemm": False}
-    assert options(programs.decode_wide) == options(programs.prefill)
+    assert options(programs.decode_wide)["xla_gpu_enable_triton_gemm"] is False
+    assert options(programs.decode_seen) == options(programs.prefill)
     assert options(programs.decode) == {}
 
 
