@@ -159,8 +159,8 @@ def condition(
             even then, so that no row of the decoder is a row of `embed`.
     """
     signal = rms_norm(expected.astype(rows.dtype), params["condition_norm"], cfg.norm_eps)
-    matrices = params["condition_gate_up"], params["condition_down"]
-    signal = fp8.rounded(_geglu(signal, *matrices, rows.dtype), rows.dtype)
+    both = _matmul(signal, params["condition_gate_up"], rows.dtype)
+    signal = fp8.rounded(_geglu(both, params["condition_down"], rows.dtype), rows.dtype)
     return rms_norm(rows + signal, None, cfg.norm_eps)
 
 
@@ -268,8 +268,14 @@ def _behind(
     is_small = isinstance(layer["w_gate_up"], Fp8Matrix)
     branches = ((added, layer["post_attn_norm"]),)
     x, (rows, routed) = sandwich(x, branches, following, is_quantized=is_small)
-    plain = _geglu(rows, layer["w_gate_up"], layer["w_down"], x.dtype, ops.axis)
-    routed = _experts(layer, cfg, x, routed, live, ops)
+    # Two chains of launches, in turns: XLA then keeps what they work on apart, and a command buffer
+    # may run both at once. One behind the other they would share memory, and wait for each other.
+    both = _matmul(rows, layer["w_gate_up"], x.dtype)
+    chosen = _chosen(layer, cfg, x, live, ops)
+    both, chosen = jax.lax.optimization_barrier((both, chosen))
+    plain = _geglu(both, layer["w_down"], x.dtype, ops.axis)
+    plain, chosen = jax.lax.optimization_barrier((plain, chosen))
+    routed = _experts(layer, cfg, x, routed, chosen, ops)
     if ops.axis is not None:  # both in one sum, before their norms
         assert isinstance(routed, jax.Array)
         both = jnp.stack([fp8.rounded(plain, x.dtype), routed])
@@ -315,22 +321,20 @@ def _rotary(
     return jnp.where(turns, cos, 1.0), jnp.where(turns, sin, 0.0)
 
 
-def _experts(
+def _chosen(
     layer: Any,
     cfg: GemmaConfig,
     x: Float[Array, "B T D"],
-    rows: Float[Array, "B T D"],
     live: Bool[Array, "B T"] | None,
     ops: LayerOps,
-) -> Float[Array, "B T D"] | RoutedRows:
-    """The routed half of the feed-forward part on normed rows, of a device's own experts.
+) -> tuple[Array, Array]:
+    """Experts of each row, and their weights.
 
     The router reads the residual stream `x` with a norm of its own, in float32.
     """
-    D = cfg.hidden_size
     live = jnp.ones(x.shape[:2], bool) if live is None else live
     ids, weights = choose_experts(
-        x.reshape(-1, D),
+        x.reshape(-1, cfg.hidden_size),
         layer["router_scale"],
         layer["router"],
         layer["expert_scale"],
@@ -342,23 +346,35 @@ def _experts(
     if ops.axis is not None:  # an id outside of a device's own experts is none there
         none = ids >= cfg.num_experts
         ids = jnp.where(none, -1, ids - first_of(len(layer["experts_down"]), ops.axis))
+    return ids, weights
+
+
+def _experts(
+    layer: Any,
+    cfg: GemmaConfig,
+    x: Float[Array, "B T D"],
+    rows: Float[Array, "B T D"],
+    chosen: tuple[Array, Array],
+    ops: LayerOps,
+) -> Float[Array, "B T D"] | RoutedRows:
+    """The routed half of the feed-forward part on normed rows, of a device's own experts."""
     matrices = layer["experts_gate_up"], layer["experts_down"]
-    flat, is_summed = rows.reshape(-1, D), not takes_routed(x, ops, "sandwich_norm")
-    out = expert_ffn(flat, ids, weights, *matrices, activation="gelu", is_summed=is_summed)
+    flat, is_summed = rows.reshape(-1, cfg.hidden_size), not takes_routed(x, ops, "sandwich_norm")
+    out = expert_ffn(flat, *chosen, *matrices, activation="gelu", is_summed=is_summed)
     return out.like(x) if isinstance(out, RoutedRows) else out.reshape(x.shape)
 
 
 def _geglu(
-    x: Float[Array, "... D"] | Fp8Rows,
-    w_gate_up: Array | Fp8Matrix,
-    w_down: Array | Fp8Matrix,
-    dtype: Any,
-    axis: str | None = None,
+    both: Array | Fp8Sums, w_down: Array | Fp8Matrix, dtype: Any, axis: str | None = None
 ) -> Float[Array, "... D"] | Fp8Sums:
-    """`(gelu(x Wg) * (x Wu)) Wd` (Shazeer 2020, eq. 6), gelu by tanh; `axis` as of `_matmul`."""
+    """`(gelu(x Wg) * (x Wu)) Wd` (Shazeer 2020, eq. 6), gelu by tanh, of both first products.
+
+    Args:
+        axis: As of `_matmul`.
+    """
     # What several devices share has one scale, which they find together.
     is_quantized = isinstance(w_down, Fp8Matrix) and axis is None
-    inner = gate(_matmul(x, w_gate_up, dtype), "gelu", dtype=dtype, is_quantized=is_quantized)
+    inner = gate(both, "gelu", dtype=dtype, is_quantized=is_quantized)
     return _matmul(inner, w_down, dtype, axis)
 
 

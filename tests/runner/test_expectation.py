@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 from dllm_jax.models.head import Head
 from dllm_jax.runner import expectation
 from dllm_jax.runner.expectation import SHARE, read_expected
+from dllm_jax.runner.readout import in_chunks
 from dllm_jax.strategies.core.state import NO_TOKEN, Sampling
 
 VOCAB, WIDTH, ROWS = 4 * SHARE + 300, 8, 6
@@ -182,3 +184,41 @@ def test_enough_rows_share_a_read_of_the_head(head, monkeypatch):
     )
     assert seen == {expectation.ROWS}
     assert expectation.ROWS >= 512
+
+
+def test_rows_read_in_chunks_are_those_read_at_once_on_one_device_and_on_two():
+    """Also where the last chunk has fewer, with keys, and where devices tell different things."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    rows, keys = jnp.arange(75 * 8.0).reshape(75, 8), jax.random.split(jax.random.key(3), 75)
+    matrix = jnp.arange(48.0).reshape(8, 6) - 20
+
+    def read(matrix, given):
+        rows, keys, nothing = given
+        product = rows @ matrix
+        drawn = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys)
+        return product, jnp.argmax(product, axis=-1), drawn, nothing
+
+    def shared(matrix, *given):
+        def of_all(given):
+            product, best, *rest = read(matrix, given)
+            return jax.lax.psum(product, "tp"), best, *rest
+
+        product, best, *rest = in_chunks(of_all, (*given, None), 32, 16)
+        return product, jax.lax.psum(best, "tp"), *rest
+
+    want = read(matrix, (rows, keys, None))
+    got = in_chunks(functools.partial(read, matrix), (rows, keys, None), 32, 16)
+    of_two = jax.shard_map(
+        shared,
+        mesh=mesh,
+        in_specs=(PartitionSpec(None, "tp"), *[PartitionSpec()] * 2),
+        out_specs=PartitionSpec(),
+        check_vma=True,
+    )
+    product, best, drawn, _ = jax.jit(of_two)(matrix, rows, keys)
+    for a, b in zip(got[:3], want[:3], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    halves = rows @ matrix[:, :3], rows @ matrix[:, 3:]
+    np.testing.assert_allclose(product, halves[0] + halves[1], rtol=1e-6)
+    assert np.array_equal(best, sum(jnp.argmax(half, axis=-1) for half in halves))
+    assert np.array_equal(drawn, want[2])
