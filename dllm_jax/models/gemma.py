@@ -160,7 +160,8 @@ def condition(
     """
     signal = rms_norm(expected.astype(rows.dtype), params["condition_norm"], cfg.norm_eps)
     both = _matmul(signal, params["condition_gate_up"], rows.dtype)
-    signal = fp8.rounded(_geglu(both, params["condition_down"], rows.dtype), rows.dtype)
+    _, signal = _geglu(both, params["condition_down"], rows.dtype)
+    signal = fp8.rounded(signal, rows.dtype)
     return rms_norm(rows + signal, None, cfg.norm_eps)
 
 
@@ -268,14 +269,15 @@ def _behind(
     is_small = isinstance(layer["w_gate_up"], Fp8Matrix)
     branches = ((added, layer["post_attn_norm"]),)
     x, (rows, routed) = sandwich(x, branches, following, is_quantized=is_small)
-    # Two chains of launches, in turns: XLA then keeps what they work on apart, and a command buffer
-    # may run both at once. One behind the other they would share memory, and wait for each other.
+    # Two chains of launches that a command buffer may run both at once, if neither is given memory
+    # that the other has done with: they are launched in turns, and the dense half's is kept.
     both = _matmul(rows, layer["w_gate_up"], x.dtype)
     chosen = _chosen(layer, cfg, x, live, ops)
     both, chosen = jax.lax.optimization_barrier((both, chosen))
-    plain = _geglu(both, layer["w_down"], x.dtype, ops.axis)
+    inner, plain = _geglu(both, layer["w_down"], x.dtype, ops.axis)
     plain, chosen = jax.lax.optimization_barrier((plain, chosen))
     routed = _experts(layer, cfg, x, routed, chosen, ops)
+    routed, *_ = jax.lax.optimization_barrier((routed, both, inner))
     if ops.axis is not None:  # both in one sum, before their norms
         assert isinstance(routed, jax.Array)
         both = jnp.stack([fp8.rounded(plain, x.dtype), routed])
@@ -366,8 +368,8 @@ def _experts(
 
 def _geglu(
     both: Array | Fp8Sums, w_down: Array | Fp8Matrix, dtype: Any, axis: str | None = None
-) -> Float[Array, "... D"] | Fp8Sums:
-    """`(gelu(x Wg) * (x Wu)) Wd` (Shazeer 2020, eq. 6), gelu by tanh, of both first products.
+) -> tuple[Array | Fp8Rows, Float[Array, "... D"] | Fp8Sums]:
+    """`gelu(x Wg) * (x Wu)` of both products, and that `Wd` (Shazeer 2020, eq. 6), gelu by tanh.
 
     Args:
         axis: As of `_matmul`.
@@ -375,7 +377,7 @@ def _geglu(
     # What several devices share has one scale, which they find together.
     is_quantized = isinstance(w_down, Fp8Matrix) and axis is None
     inner = gate(both, "gelu", dtype=dtype, is_quantized=is_quantized)
-    return _matmul(inner, w_down, dtype, axis)
+    return inner, _matmul(inner, w_down, dtype, axis)
 
 
 def _matmul(
