@@ -187,7 +187,10 @@ def test_enough_rows_share_a_read_of_the_head(head, monkeypatch):
 
 
 def test_rows_read_in_chunks_are_those_read_at_once_on_one_device_and_on_two():
-    """Also where the last chunk has fewer, with keys, and where devices tell different things."""
+    """Also where the last chunk has fewer, with keys, and where devices tell different things.
+
+    Nothing is sliced: XLA for a GPU records no loop of steps around a loop with slices.
+    """
     mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
     rows, keys = jnp.arange(75 * 8.0).reshape(75, 8), jax.random.split(jax.random.key(3), 75)
     matrix = jnp.arange(48.0).reshape(8, 6) - 20
@@ -207,7 +210,13 @@ def test_rows_read_in_chunks_are_those_read_at_once_on_one_device_and_on_two():
         return product, jax.lax.psum(best, "tp"), *rest
 
     want = read(matrix, (rows, keys, None))
-    got = in_chunks(functools.partial(read, matrix), (rows, keys, None), 32, 16)
+    chunked = jax.jit(lambda *given: in_chunks(functools.partial(read, matrix), given, 32, 16))
+    got = chunked(rows, keys, None)
+    of_chunks = in_chunks(lambda x: x + 1, rows, 32, 16)
+    text = jax.jit(lambda x: in_chunks(lambda x: x + 1, x, 32, 16)).lower(rows).as_text()
+    assert "stablehlo.while" in text
+    assert "stablehlo.dynamic" not in text
+    np.testing.assert_array_equal(of_chunks, rows + 1)
     of_two = jax.shard_map(
         shared,
         mesh=mesh,
