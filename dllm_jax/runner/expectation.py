@@ -81,12 +81,13 @@ def read_expected(
         hidden, sampling, keys = rows
         logits = jnp.where(never, -jnp.inf, head(hidden))
         how = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
-        law, dtype = drawn_law(logits, **how, shard=shard), head.embedding.dtype
+        law = drawn_law(logits, **how, shard=shard, sorts=False)
+        dtype = head.embedding.dtype
         read = of_law(law, dtype) if shard is None else _of_part(law, dtype, shard)
         return _stats_of(head, read, sampling.temperature > 0, keys, num_top, shard)
 
     rows = (hidden, each, keys)
-    # Top-k and the nucleus sort, in few rows at a time.
+    # Top-k and the nucleus pass over the logits again and again, in few rows at a time.
     cut = (each.top_k > 0) | (each.top_p < 1.0)
 
     def some_cut() -> TokenStats:

@@ -461,7 +461,6 @@ _RECORDED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION"
 _LOOP = {
     "xla_gpu_enable_command_buffer": f"{_RECORDED},CONDITIONAL,WHILE",
     "xla_gpu_graph_min_graph_size": 1,
-    "xla_gpu_enable_cub_radix_sort": False,
 }
 _WIDE = {"donate_argnames": ("state",), "compiler_options": _NO_TRITON_PRODUCTS | _LOOP}
 decode_wide = jax.jit(_decode, **_WIDE)

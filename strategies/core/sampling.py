@@ -18,7 +18,7 @@ from .knobs import Threshold, at_token
 from .state import NO_TOKEN, DecodeState
 
 _NEVER = -jnp.inf
-_DIGIT = 4  # bits of a threshold found by one reduction over the devices
+_DIGIT = 4  # bits of a threshold found by one reduction over several devices
 
 
 class Shard(NamedTuple):
@@ -119,17 +119,19 @@ def drawn_law(
     top_k: Int[Array, " R"],
     top_p: Float[Array, " R"],
     shard: Shard | None = None,
+    sorts: bool = True,
 ) -> Float[Array, "R V"]:
     """The distribution that a row's token is drawn from, as logits, -inf for ids never drawn.
 
     Args:
         temperature: 0 counts as 1; the rest is as in `token_stats`.
+        sorts: False for what XLA records in a command buffer, as a GPU's sort is not.
     """
     law = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     # Huge temperatures have a reciprocal of zero, and -inf times zero is NaN.
     law = jnp.where(logits == _NEVER, _NEVER, law)
     cut = jnp.any((top_k > 0) | (top_p < 1.0))
-    narrowed = _cut if shard is None else functools.partial(_cut_over, shard)
+    narrowed = _cut if shard is None and sorts else functools.partial(_cut_over, shard)
     return jax.lax.cond(cut, narrowed, lambda law, *_: law, law, top_k, top_p)
 
 
@@ -301,13 +303,14 @@ def normaliser(
     return peak, jnp.sum(kept * masses, axis=0)
 
 
-def _cut_over(shard: Shard, law: Array, top_k: Array, top_p: Array) -> Array:
-    """As `_cut`, without a sort: thresholds are found by sums over the devices."""
-    code, V = _ordered(law), shard.num_ids
+def _cut_over(shard: Shard | None, law: Array, top_k: Array, top_p: Array) -> Array:
+    """As `_cut`, without a sort: thresholds are found by sums, over the devices if several."""
+    code, V = _ordered(law), law.shape[-1] if shard is None else shard.num_ids
     k = jnp.clip(jnp.where(top_k > 0, top_k, V), 1, V).astype(jnp.float32)
     kth = _threshold(shard, code, jnp.ones_like(law), k)
     kept = code >= kth[:, None]
-    peak, mass = normaliser(jnp.where(kept, law, _NEVER), shard)
+    within = jnp.where(kept, law, _NEVER)
+    peak, mass = _mass(within) if shard is None else normaliser(within, shard)
     weight = jnp.where(kept, jnp.exp(law - peak[:, None]), 0.0)
     edge = _threshold(shard, code, weight, top_p * mass)
     edge = jnp.minimum(edge, _ordered(peak))  # the most probable id stays
@@ -323,20 +326,22 @@ def _ordered(values: Float[Array, "..."]) -> UInt32[Array, "..."]:
 
 
 def _threshold(
-    shard: Shard, code: UInt32[Array, "R V"], weight: Float[Array, "R V"], wanted: Array
+    shard: Shard | None, code: UInt32[Array, "R V"], weight: Float[Array, "R V"], wanted: Array
 ) -> UInt32[Array, " R"]:
     """The largest number of each row at or above which the weights of all ids reach `wanted`."""
-    steps = jnp.arange(1, 1 << _DIGIT, dtype=jnp.uint32)
+    bits = 1 if shard is None else _DIGIT
+    steps = jnp.arange(1, 1 << bits, dtype=jnp.uint32)
 
     def digit(i: Array, found: Array) -> Array:
-        shift = (32 - _DIGIT * (i + 1)).astype(jnp.uint32)
+        shift = (32 - bits * (i + 1)).astype(jnp.uint32)
         tried = found[:, None] | (steps << shift)[None]
         above = code[:, None] >= tried[..., None]
-        reached = shard.total(jnp.sum(jnp.where(above, weight[:, None], 0.0), axis=-1))
+        reached = jnp.sum(jnp.where(above, weight[:, None], 0.0), axis=-1)
+        reached = reached if shard is None else shard.total(reached)
         passed = jnp.sum(reached >= wanted[:, None], axis=-1, dtype=jnp.uint32)
         return found | (passed << shift)
 
-    return jax.lax.fori_loop(0, 32 // _DIGIT, digit, jnp.zeros(len(code), jnp.uint32))
+    return jax.lax.fori_loop(0, 32 // bits, digit, jnp.zeros(len(code), jnp.uint32))
 
 
 # --- which cells to accept --------------------------------------------------------------------
