@@ -159,9 +159,8 @@ def condition(
             even then, so that no row of the decoder is a row of `embed`.
     """
     signal = rms_norm(expected.astype(rows.dtype), params["condition_norm"], cfg.norm_eps)
-    both = _matmul(signal, params["condition_gate_up"], rows.dtype)
-    _, signal = _geglu(both, params["condition_down"], rows.dtype)
-    signal = fp8.rounded(signal, rows.dtype)
+    matrices = params["condition_gate_up"], params["condition_down"]
+    signal = fp8.rounded(_geglu(signal, *matrices, rows.dtype), rows.dtype)
     return rms_norm(rows + signal, None, cfg.norm_eps)
 
 
@@ -269,15 +268,8 @@ def _behind(
     is_small = isinstance(layer["w_gate_up"], Fp8Matrix)
     branches = ((added, layer["post_attn_norm"]),)
     x, (rows, routed) = sandwich(x, branches, following, is_quantized=is_small)
-    # Two chains of launches that a command buffer may run both at once, if neither is given memory
-    # that the other has done with: they are launched in turns, and the dense half's is kept.
-    both = _matmul(rows, layer["w_gate_up"], x.dtype)
-    chosen = _chosen(layer, cfg, x, live, ops)
-    both, chosen = jax.lax.optimization_barrier((both, chosen))
-    inner, plain = _geglu(both, layer["w_down"], x.dtype, ops.axis)
-    plain, chosen = jax.lax.optimization_barrier((plain, chosen))
-    routed = _experts(layer, cfg, x, routed, chosen, ops)
-    routed, *_ = jax.lax.optimization_barrier((routed, both, inner))
+    plain = _geglu(rows, layer["w_gate_up"], layer["w_down"], x.dtype, ops.axis)
+    routed = _experts(layer, cfg, x, routed, live, ops)
     if ops.axis is not None:  # both in one sum, before their norms
         assert isinstance(routed, jax.Array)
         both = jnp.stack([fp8.rounded(plain, x.dtype), routed])
@@ -323,20 +315,22 @@ def _rotary(
     return jnp.where(turns, cos, 1.0), jnp.where(turns, sin, 0.0)
 
 
-def _chosen(
+def _experts(
     layer: Any,
     cfg: GemmaConfig,
     x: Float[Array, "B T D"],
+    rows: Float[Array, "B T D"],
     live: Bool[Array, "B T"] | None,
     ops: LayerOps,
-) -> tuple[Array, Array]:
-    """Experts of each row, and their weights.
+) -> Float[Array, "B T D"] | RoutedRows:
+    """The routed half of the feed-forward part on normed rows, of a device's own experts.
 
     The router reads the residual stream `x` with a norm of its own, in float32.
     """
+    D = cfg.hidden_size
     live = jnp.ones(x.shape[:2], bool) if live is None else live
     ids, weights = choose_experts(
-        x.reshape(-1, cfg.hidden_size),
+        x.reshape(-1, D),
         layer["router_scale"],
         layer["router"],
         layer["expert_scale"],
@@ -348,36 +342,24 @@ def _chosen(
     if ops.axis is not None:  # an id outside of a device's own experts is none there
         none = ids >= cfg.num_experts
         ids = jnp.where(none, -1, ids - first_of(len(layer["experts_down"]), ops.axis))
-    return ids, weights
-
-
-def _experts(
-    layer: Any,
-    cfg: GemmaConfig,
-    x: Float[Array, "B T D"],
-    rows: Float[Array, "B T D"],
-    chosen: tuple[Array, Array],
-    ops: LayerOps,
-) -> Float[Array, "B T D"] | RoutedRows:
-    """The routed half of the feed-forward part on normed rows, of a device's own experts."""
     matrices = layer["experts_gate_up"], layer["experts_down"]
-    flat, is_summed = rows.reshape(-1, cfg.hidden_size), not takes_routed(x, ops, "sandwich_norm")
-    out = expert_ffn(flat, *chosen, *matrices, activation="gelu", is_summed=is_summed)
+    flat, is_summed = rows.reshape(-1, D), not takes_routed(x, ops, "sandwich_norm")
+    out = expert_ffn(flat, ids, weights, *matrices, activation="gelu", is_summed=is_summed)
     return out.like(x) if isinstance(out, RoutedRows) else out.reshape(x.shape)
 
 
 def _geglu(
-    both: Array | Fp8Sums, w_down: Array | Fp8Matrix, dtype: Any, axis: str | None = None
-) -> tuple[Array | Fp8Rows, Float[Array, "... D"] | Fp8Sums]:
-    """`gelu(x Wg) * (x Wu)` of both products, and that `Wd` (Shazeer 2020, eq. 6), gelu by tanh.
-
-    Args:
-        axis: As of `_matmul`.
-    """
+    x: Float[Array, "... D"] | Fp8Rows,
+    w_gate_up: Array | Fp8Matrix,
+    w_down: Array | Fp8Matrix,
+    dtype: Any,
+    axis: str | None = None,
+) -> Float[Array, "... D"] | Fp8Sums:
+    """`(gelu(x Wg) * (x Wu)) Wd` (Shazeer 2020, eq. 6), gelu by tanh; `axis` as of `_matmul`."""
     # What several devices share has one scale, which they find together.
     is_quantized = isinstance(w_down, Fp8Matrix) and axis is None
-    inner = gate(both, "gelu", dtype=dtype, is_quantized=is_quantized)
-    return inner, _matmul(inner, w_down, dtype, axis)
+    inner = gate(_matmul(x, w_gate_up, dtype), "gelu", dtype=dtype, is_quantized=is_quantized)
+    return _matmul(inner, w_down, dtype, axis)
 
 
 def _matmul(
