@@ -37,7 +37,7 @@ from dllm_jax.strategies.core.errors import described
 from dllm_jax.strategies.core.state import DecodeState
 
 # Programs that one process may ask of others, and what each knows of their static arguments.
-_REPLAYED = ("admit", "restore", "prefill", "begin", "copy_page")
+_REPLAYED = ("admit", "restore", "prefill", "prefill_wide", "begin", "copy_page")
 _REPLAYED += ("decode", "decode_wide", "decode_seen", "decode_many")
 _REPLAYED += ("decode_bound", "decode_bound_wide", "decode_bound_many")
 _OWN_STATIC = ("knobs", "slot_layout")
@@ -625,7 +625,8 @@ class ModelRunner:
         columns = words.shape[1] - packing.piece_fields(size).size
         key = _prefill_key(len(words), size, columns, kind)
         static = {"size": size, "kind": kind}
-        return Call(key, programs.prefill, self._programs, (words,), static)
+        program = programs.prefill_wide if self._is_wide else programs.prefill
+        return Call(key, program, self._programs, (words,), static)
 
     def begin(self, slot: int, boundary: Any = None) -> None:
         """Let a slot decode whose prefix needs no computing.
@@ -706,7 +707,7 @@ class ModelRunner:
         many, form = self.layout.many_rows, ""
         if many is not None and len(rows) >= many:
             form = "_many"
-        elif many is not None and self.layout.block_size >= WIDE:
+        elif self._is_wide:
             form = "_seen" if self.is_profiled and not any(bound) else "_wide"
         if any(bound):
             which = np.zeros((len(rows),), bool)
@@ -717,6 +718,11 @@ class ModelRunner:
             return Call(key, program, self._priced(len(rows)), args, bound=True)
         program = getattr(programs, f"decode{form}")
         return Call(("decode", *pages.shape), program, self._priced(len(rows)), (requests,))
+
+    @property
+    def _is_wide(self) -> bool:
+        """Whether a step of one slot has many rows, and runs on an accelerator."""
+        return self.layout.many_rows is not None and self.layout.block_size >= WIDE
 
     def _priced(self, num_slots: int) -> Programs:
         """The programs, with the costs of the strategy's choices for so many slots.

@@ -63,15 +63,18 @@ def texts(many_rows: int | None) -> tuple[dict[str, tuple], list]:
 def test_many_slots_and_wide_blocks_have_the_tokens_of_few(monkeypatch) -> None:
     usual, ran = texts(None)
     forms = {programs.decode, programs.decode_wide, programs.decode_many}
-    assert forms & set(ran) == {programs.decode}
+    prefills = {programs.prefill, programs.prefill_wide}
+    assert (forms | prefills) & set(ran) == {programs.decode, programs.prefill}
     assert len({form.__wrapped__ for form in forms}) == 1
     monkeypatch.setattr(runner, "WIDE", STRATEGY.block_size)
     other, ran = texts(3)
     assert other == usual
     # One slot is not many.
-    assert forms & set(ran) == {programs.decode_wide, programs.decode_many}
+    wanted = {programs.decode_wide, programs.decode_many, programs.prefill_wide}
+    assert (forms | prefills) & set(ran) == wanted
     monkeypatch.setattr(runner, "WIDE", STRATEGY.block_size + 1)
-    assert forms & set(texts(3)[1]) == {programs.decode, programs.decode_many}
+    wanted = {programs.decode, programs.decode_many, programs.prefill}
+    assert (forms | prefills) & set(texts(3)[1]) == wanted
 
 
 def test_many_rows_are_left_to_libraries_whatever_the_autotuner_times() -> None:
@@ -82,6 +85,7 @@ def test_many_rows_are_left_to_libraries_whatever_the_autotuner_times() -> None:
     assert options(programs.prefill) == {"xla_gpu_enable_triton_gemm": False}
     assert options(programs.decode_wide)["xla_gpu_enable_triton_gemm"] is False
     assert options(programs.decode_seen) == options(programs.prefill)
+    assert options(programs.prefill_wide) == options(programs.decode_many)
     assert options(programs.decode) == {}
 
 
