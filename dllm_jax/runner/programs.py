@@ -466,7 +466,7 @@ _WIDE = {"donate_argnames": ("state",), "compiler_options": _NO_TRITON_PRODUCTS 
 decode_wide = jax.jit(_decode, **_WIDE)
 decode_bound_wide = jax.jit(_decode_bound, **_WIDE)
 # For profiles, which hold no launch of a recorded loop.
-decode_seen = jax.jit(_decode, **_WIDE | {"compiler_options": _NO_TRITON_PRODUCTS})
+decode_seen = jax.jit(_decode, donate_argnames=("state",), compiler_options=_NO_TRITON_PRODUCTS)
 
 # XLA records a step's launches in command buffers and updates them at each call of a program, in 2
 # to 4 ms. Steps of few slots gain more (17 % each on an H200); steps of many slots do not.
@@ -475,8 +475,9 @@ _MANY |= _NO_TRITON_PRODUCTS
 decode_many = jax.jit(_decode, donate_argnames=("state",), compiler_options=_MANY)
 decode_bound_many = jax.jit(_decode_bound, donate_argnames=("state",), compiler_options=_MANY)
 # A prompt of a canvas model: launching takes a fraction of its 14 to 25 ms, updating came first.
+_prefill: Any = prefill
 prefill_wide = jax.jit(
-    prefill.__wrapped__,
+    _prefill.__wrapped__,
     static_argnames=("size", "kind"),
     donate_argnames=("state",),
     compiler_options=_MANY,
