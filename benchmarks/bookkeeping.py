@@ -75,6 +75,9 @@ class NullDevice:
     def admit(self, *_: Any) -> None:
         pass
 
+    def flush(self) -> None:
+        pass
+
     def prefill(self, *_: Any) -> int:
         return 0
 

@@ -1,12 +1,13 @@
 """Programs that are compiled while the runner serves by larger ones (docs/adr/0019).
 
 Data flow: programs, the most wanted first -> threads, each lowers one program at a time in turn and
-compiles it -> the runner dispatches to it from then on. A failure is reported; larger programs go
-on in its place.
+has it compiled by a process of its own (`elsewhere`), or compiles it -> the runner dispatches to it
+from then on. A failure is reported; larger programs go on in its place.
 """
 
 import atexit
 import contextlib
+import functools
 import gc
 import os
 import sys
@@ -18,11 +19,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax._src import compilation_cache  # nothing public says when a program is written
 
 from dllm_jax.kernels import lowered
-from dllm_jax.kernels.helpers import Helpers
-from dllm_jax.runner import warmup
+from dllm_jax.kernels.helpers import Helper
+from dllm_jax.runner import elsewhere, warmup
 from dllm_jax.strategies.core.errors import described
 
 # Seconds that a thread which makes a program may hold the GIL while the host loop waits for it. By
@@ -30,25 +30,23 @@ from dllm_jax.strategies.core.errors import described
 SWITCH_S = 5e-4
 NEVER = 2**31 - 1  # collections of younger objects, until all objects are looked at
 _in_python = threading.Lock()  # one thread lowers at a time: the host loop needs the GIL too
-HELPERS = 4  # processes at most that lower kernels
-# Programs that are lowered at once, most of the time waiting for those. Eight at once shared the
-# helpers, so that the first was there after 29 s, and one call waited 1.1 s for the GIL (H200).
-_lowering = threading.Semaphore(2)
+PROCESSES = 12  # at most; they give way to this one
+BYTES_A_PROCESS = 8 * 2**30  # of the device's memory for each: one takes some 0.5 GB (H200)
+# Programs that are lowered at once, most of the time waiting for their processes. Eight shared the
+# GIL with the host loop, and one call waited 1.1 s for it (H200).
+_lowering = threading.Semaphore(4)
 
 
 class _ShortTurns:
     """A context of several threads, in which none of them keeps the GIL for long.
 
     That includes the garbage collector: to look at all objects takes some 0.1 s, and a program that
-    is lowered makes so many new ones that it does. JAX keeps the GIL while it makes bytes of a
-    program for its folder, 0.3 s and more. Threads whose programs are compiled go on to that at
-    once, so without a lock several in a row kept a step waiting for 3 s (H200).
+    is lowered makes so many new ones that it does.
     """
 
     def __init__(self):
         self._lock, self._count = threading.Lock(), 0
         self._usual_s, self._usual = 0.0, gc.get_threshold()
-        self._writing, self._write = threading.Lock(), compilation_cache.put_executable_and_time
 
     def __enter__(self) -> None:
         with self._lock:
@@ -56,8 +54,6 @@ class _ShortTurns:
                 self._usual_s, self._usual = sys.getswitchinterval(), gc.get_threshold()
                 sys.setswitchinterval(min(SWITCH_S, self._usual_s))
                 gc.set_threshold(*self._usual[:2], NEVER)
-                self._write = compilation_cache.put_executable_and_time
-                compilation_cache.put_executable_and_time = self._write_in_turn
             self._count += 1
 
     def __exit__(self, *_: Any) -> None:
@@ -66,11 +62,6 @@ class _ShortTurns:
             if not self._count:
                 sys.setswitchinterval(self._usual_s)
                 gc.set_threshold(*self._usual)
-                compilation_cache.put_executable_and_time = self._write
-
-    def _write_in_turn(self, *args: Any, **options: Any) -> None:
-        with self._writing:  # packing, the second half, leaves the GIL to others
-            self._write(*args, **options)
 
 
 _short_turns = _ShortTurns()
@@ -95,15 +86,12 @@ class Behind:
         self._runner, self._progress = weakref.ref(runner), progress
         self._left, self._ends = deque(work), False
         self._telling = threading.Lock()
-        # Half of the cores are for those who are served.
-        count = min(len(work), max(1, warmup.num_cores() // 2))
-        self._working = count
-        self._helpers = None
-        if jax.default_backend() == "gpu":
-            self._helpers = Helpers(min(HELPERS, max(1, warmup.num_cores() // 4)))
+        self._working = min(len(work), _num_threads(runner))
+        self._helpers = [Helper() for _ in range(self._working)]
+        self._owners: dict[Any, Helper] = {}  # by kernels that programs share
         self._threads = [
-            threading.Thread(target=self._run, name="dllm-compile", daemon=True)
-            for _ in range(count)
+            threading.Thread(target=self._run, args=(one,), name="dllm-compile", daemon=True)
+            for one in self._helpers
         ]
 
     @property
@@ -120,32 +108,33 @@ class Behind:
             thread.start()
 
     def close(self) -> None:
-        """Begin no further program; one that is being compiled is compiled to its end."""
+        """Begin no further program; one that is compiled by this process is, to its end."""
         self._ends = True
+        for helper in self._helpers:
+            helper.stop()
 
     def join(self) -> None:
         """Wait for the threads."""
         for thread in self._threads:
             thread.join()
 
-    def _run(self) -> None:
+    def _run(self, helper: Helper) -> None:
         try:
+            runner = self._runner()
+            if runner is not None and _is_for_helpers(runner) and elsewhere.has_none():
+                helper.begin()
+            del runner
             with _short_turns:
-                self._compile_all()
+                self._compile_all(helper)
         finally:
+            helper.close()
             with self._telling:
                 self._working -= 1
-            if self._helpers is not None and not self._working:
-                self._helpers.close()
 
-    def _compile_all(self) -> None:
-        while not self._ends:
+    def _compile_all(self, helper: Helper) -> None:
+        while not self._ends and (item := self._next(helper)) is not None:
             try:
-                item = self._left.popleft()
-            except IndexError:
-                return
-            try:
-                self._compile(item)
+                self._compile(item, helper)
             except Exception as error:
                 if not self._ends:
                     warnings.warn(
@@ -154,35 +143,64 @@ class Behind:
                         stacklevel=1,
                     )
 
-    def _compile(self, item: warmup.Work) -> None:
+    def _next(self, helper: Helper) -> warmup.Work | None:
+        """The first program whose kernels this process has compiled, or no other; or the first."""
+        with self._telling:
+            for item in self._left:
+                if self._owners.setdefault(item.shares, helper) is helper:
+                    self._left.remove(item)
+                    return item
+            return self._left.popleft() if self._left else None
+
+    def _compile(self, item: warmup.Work, helper: Helper) -> None:
         runner = self._runner()
         if runner is None:
             self._ends = True
             return
-        with (
-            _lowering,
-            contextlib.ExitStack() as turn,
-            _lowered_by(self._helpers, turn),
-        ):
+        exported = None
+        with _lowering, contextlib.ExitStack() as turn, _lowered_by(helper, turn):
             turn.enter_context(_in_python)
             call = item.call(runner)
-            text = runner.lower(call)
+            if helper.compiles and _is_for_helpers(runner):
+                exported = runner.export(call)
+            if exported is None:
+                compile = runner.lower(call).compile
+            else:
+                compile = functools.partial(exported.compile, helper)
         key = call.key
         del runner, call  # while it compiles, nothing here holds the weights
-        text.compile()
+        compiled = compile()
+        if compiled is None:
+            helper.compiles = False
+            return None if self._ends else self._compile(item, helper)
         runner = self._runner()
         if runner is None:
             return
         with self._telling:
-            runner.compiled.add(key)
+            runner.compiled[key] = compiled
             self.missing.discard(key)
             if self._progress:
                 self._progress(item.name, runner.num_compiled, runner.num_programs)
 
 
+def _num_threads(runner: Any) -> int:
+    """How many programs are made at a time: those who are served come first."""
+    cores = warmup.num_cores()
+    if not _is_for_helpers(runner):
+        return max(1, cores // 2)
+    most = min(PROCESSES, 3 * cores // 4)
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    return max(1, most if limit is None else min(most, limit // BYTES_A_PROCESS))
+
+
+def _is_for_helpers(runner: Any) -> bool:
+    """Whether other processes can compile for this one."""
+    return jax.default_backend() == "gpu" and runner.is_on_first
+
+
 @contextlib.contextmanager
-def _lowered_by(helpers: Helpers | None, turn: contextlib.ExitStack) -> Iterator[None]:
-    """Have this thread's kernels lowered by helpers, if there are any.
+def _lowered_by(helper: Helper, turn: contextlib.ExitStack) -> Iterator[None]:
+    """Have this thread's kernels lowered by a helper.
 
     The first one ends the thread's turn, for good: another thread may hold the turn while it waits
     for what this one is tracing.
@@ -190,10 +208,9 @@ def _lowered_by(helpers: Helpers | None, turn: contextlib.ExitStack) -> Iterator
 
     def lower(function: lowered.Bound, given: Any) -> lowered.Text:
         turn.close()
-        assert helpers is not None
-        return helpers.lower(function, given)
+        return helper.lower(function, given)
 
-    token = lowered.elsewhere.set(lower if helpers else None)
+    token = lowered.elsewhere.set(lower)
     try:
         yield
     finally:

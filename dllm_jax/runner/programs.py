@@ -76,6 +76,10 @@ class Call:
         """What the program takes of the state: a call looks at each array, and most are pools."""
         return state.replace(pools=None) if self.program in (admit, restore) else state
 
+    def run(self, compiled: jax.stages.Compiled, part: DecodeState) -> tuple[DecodeState, Any]:
+        """Call the compiled program."""
+        return compiled(self.programs, part, *self.args)
+
     def lower(self, state: Any) -> jax.stages.Lowered:
         """The lowered program; the state's shapes are enough."""
         return self.program.lower(self.programs, self.part(state), *self.args, **self.static)
@@ -482,3 +486,8 @@ prefill_wide = jax.jit(
     donate_argnames=("state",),
     compiler_options=_MANY,
 )
+
+# What programs are compiled with, unless it is nothing.
+OPTIONS = {prefill: _NO_TRITON_PRODUCTS}
+OPTIONS |= dict.fromkeys((decode_wide, decode_bound_wide), _NO_TRITON_PRODUCTS | _LOOP)
+OPTIONS |= dict.fromkeys((decode_many, decode_bound_many, prefill_wide), _MANY)

@@ -28,7 +28,17 @@ from dllm_jax.engine.requests import DraftMetrics
 from dllm_jax.kernels import grammar_path
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import decode as decoding
-from dllm_jax.runner import grammars, hosts, labels, memory, packing, programs, timing, warmup
+from dllm_jax.runner import (
+    elsewhere,
+    grammars,
+    hosts,
+    labels,
+    memory,
+    packing,
+    programs,
+    timing,
+    warmup,
+)
 from dllm_jax.runner.behind import Behind
 from dllm_jax.runner.programs import Call, Programs
 from dllm_jax.strategies.core import drafting
@@ -197,7 +207,8 @@ class ModelRunner:
                 rows: timing.estimate_choices(strategy, model, aux, rows, *setting)
                 for rows in layout.slot_buckets
             }
-        self.compiled: set[tuple[Any, ...]] = set()  # keys of programs that are there
+        # Programs that are there, by the keys of their calls.
+        self.compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
         self._behind: Behind | None = None  # compiles the rest while requests run
         self.num_late_compiles = 0
         self.compile_s = 0.0  # seconds spent compiling them, or reading them from the cache
@@ -294,11 +305,10 @@ class ModelRunner:
         Raises:
             CompileFailure: It cannot be traced; nothing was run and the state is as it was.
         """
-        self._flush()
+        self.flush()
         if call.key not in self.compiled:
             self._result(self._submit(self._compile, call, slots))
-            self.compiled.add(call.key)
-            self.num_late_compiles += self._warm
+            self.num_late_compiles += self._warm and not self.is_profiled
         return self._submit(self._call, call)
 
     def lower(self, call: Call) -> jax.stages.Lowered:
@@ -307,6 +317,15 @@ class ModelRunner:
             args = split.laid(call.args, PartitionSpec())
             call = dataclasses.replace(call, args=args)
         return call.lower(self.shapes())
+
+    @property
+    def is_on_first(self) -> bool:
+        """Whether the first device has all of the model."""
+        return self._home is not None and self._home.device_set == {jax.devices()[0]}
+
+    def export(self, call: Call) -> elsewhere.Exported | None:
+        """As `lower`, of one device, for another process to compile."""
+        return elsewhere.export(call, self.shapes())
 
     def _here(self, call: Call) -> tuple[DecodeState, Call]:
         """The state, and a call whose arguments were computed."""
@@ -319,12 +338,12 @@ class ModelRunner:
         return self.state, dataclasses.replace(call, args=tuple(args))
 
     def _compile(self, call: Call, slots: Sequence[int]) -> None:
-        """Compile a program; `_call` finds it: jit keeps one cache for both."""
+        """Compile a program, for `_call`."""
         state, call = self._here(call)
         self._tell_call("compile", call)
         began = time.perf_counter()
         try:
-            call.lower(self._with_grammars(state, call)).compile()
+            self.compiled[call.key] = call.lower(self._with_grammars(state, call)).compile()
         except (DeviceFailure, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:
@@ -339,7 +358,7 @@ class ModelRunner:
         self.state = None
         try:
             given = call.part(state)
-            new, rest = call.program(call.programs, given, *call.args, **call.static)
+            new, rest = call.run(self.compiled[call.key], given)
             if given.pools is None:
                 new = new.replace(pools=state.pools)
             if call.bound:
@@ -469,14 +488,14 @@ class ModelRunner:
         # Two rows of one program for the same slot would have no order.
         waiting = [slot for slot, _, _ in self._admitted] + [piece.slot for piece in self._pieces]
         if is_full or slot in waiting:
-            self._flush()
+            self.flush()
         self._admitted.append((slot, placement, False))
         self._bound.discard(slot)
         if placement.grammar is not None:
             self._bound.add(slot)
             self._bind(slot, placement.grammar)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Dispatch the admissions, then the pieces of prompts, that wait for more of their kind."""
         admitted, self._admitted = self._admitted, []
         pieces, self._pieces = self._pieces, []
@@ -571,10 +590,10 @@ class ModelRunner:
             self._run_prefill([piece])
             return piece.boundary
         if any(slot == other.slot for other in self._pieces):
-            self._flush()
+            self.flush()
         self._pieces.append(piece)
         if len(self._pieces) == several:
-            self._flush()
+            self.flush()
         return piece.boundary
 
     def prefill_sizes(self, size: int, columns: int, kind: PassKind) -> tuple[int, int]:
@@ -717,7 +736,8 @@ class ModelRunner:
             program = getattr(programs, f"decode_bound{form}")
             return Call(key, program, self._priced(len(rows)), args, bound=True)
         program = getattr(programs, f"decode{form}")
-        return Call(("decode", *pages.shape), program, self._priced(len(rows)), (requests,))
+        key = ("decode seen" if form == "_seen" else "decode", *pages.shape)
+        return Call(key, program, self._priced(len(rows)), (requests,))
 
     @property
     def _is_wide(self) -> bool:
@@ -742,7 +762,7 @@ class ModelRunner:
         Raises:
             DeviceFailure: It failed, or one before it did: the state is gone.
         """
-        self._flush()  # the device need not wait
+        self.flush()  # the device need not wait
         try:
             packed, far = self._result(chunk.words)
             return Fetched(self.read(lambda: np.asarray(packed)), self, far)
@@ -755,7 +775,7 @@ class ModelRunner:
         Raises:
             DeviceFailure: As `fetch`.
         """
-        self._flush()
+        self.flush()
         try:
             row = self._result(last_pass)
             self.read(lambda: jax.block_until_ready(row))
@@ -871,7 +891,7 @@ class ModelRunner:
 
     def wait(self) -> None:
         """Until all that was dispatched is done."""
-        self._flush()
+        self.flush()
         self._result(self._submit(lambda: jax.block_until_ready(self.state)))
 
     def _failure(self, error: Exception) -> DeviceFailure:

@@ -32,11 +32,13 @@ class Work:
 
     Attributes:
         is_sized: A larger program of its kind can do its work.
+        shares: Alike for programs that launch the same kernels, attention aside.
     """
 
     name: str
     call: Callable[[Any], Any]
     is_sized: bool = False
+    shares: Any = None
 
 
 def pass_kinds(layout: EngineLayout) -> tuple[PassKind, ...]:
@@ -122,6 +124,7 @@ def _decode(rows: int, columns: int) -> Work:
         f"decode {rows} slots, {columns} pages",
         lambda runner: runner.decode_call(slots, 0, pages, 1, False),
         is_sized=True,
+        shares=("decode", rows),
     )
 
 
@@ -133,6 +136,7 @@ def _prefill(size: int, columns: int, kind: PassKind, prompts: int = 1) -> Work:
         f"prefill {several}{size} tokens, {columns} pages, {kind}",
         lambda runner: runner.prefill_call(words, size, kind),
         is_sized=True,
+        shares=("prefill", size, prompts),
     )
 
 

@@ -159,6 +159,9 @@ class FakeDevice:
             self._call("reset")
         self._start_over()
 
+    def flush(self) -> None:
+        """Nothing waits here."""
+
     def admit(self, slot: int, placement: Any) -> None:
         self._trace("admit", [slot])
         self._call("admit")

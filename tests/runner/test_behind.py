@@ -14,19 +14,19 @@ import threading
 import time
 import types
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from jax._src import compilation_cache
 
 import dllm_jax as dj
 from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import EngineConfig
 from dllm_jax.engine.requests import Request, SamplingParams
-from dllm_jax.runner import behind, buckets, timing, warmup
+from dllm_jax.kernels.helpers import Helper
+from dllm_jax.runner import behind, buckets, elsewhere, timing, warmup
 from dllm_jax.runner.behind import Behind
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies import MultiBD
@@ -56,17 +56,15 @@ def make_runner(config: EngineConfig = SIZES, allocate: bool = False, several: i
 
 
 def turns() -> tuple[Any, ...]:
-    """How long a thread may keep the GIL, after what all objects are looked at for garbage, and
-    what writes a program."""
-    write = compilation_cache.put_executable_and_time
-    return sys.getswitchinterval(), gc.get_threshold()[2], write
+    """How long a thread may keep the GIL, and after what all objects are looked at for garbage."""
+    return sys.getswitchinterval(), gc.get_threshold()[2]
 
 
 class Compiler:
     """A runner that compiles nothing, and takes as long for it as it is told."""
 
     def __init__(self, fails: str = ""):
-        self.compiled, self.began, self.go = set(), [], threading.Event()
+        self.compiled, self.began, self.go = {}, [], threading.Event()
         self.fails, self.behind = fails, None
         self.num_lowering = self.most_lowering = 0
         self.turns = set()
@@ -87,6 +85,7 @@ class Compiler:
             assert go.wait(10)
             if fails:
                 raise RuntimeError("no such instruction")
+            return "compiled"
 
         return types.SimpleNamespace(compile=compile)
 
@@ -184,26 +183,20 @@ def test_programs_come_one_by_one_in_order_and_are_told(monkeypatch):
     assert made.missing == set()
     assert compiler.began == ["a", "b", "c", "d"]
     assert compiler.most_lowering == 1
-    in_turn = behind._short_turns._write_in_turn
-    assert compiler.turns == {(behind.SWITCH_S, behind.NEVER, in_turn)}, "requests wait for none"
+    assert compiler.turns == {(behind.SWITCH_S, behind.NEVER)}, "requests wait for none"
     assert turns() == usual
     assert {name for name, _, _ in reported[1:]} == {"a", "b", "c", "d"}
     assert [(done, of) for _, done, of in reported] == [(i, 4) for i in range(5)]
 
 
-def test_programs_are_written_one_at_a_time(monkeypatch):
-    now, most = [], []
-
-    def write(name: str) -> None:
-        now.append(name)
-        most.append(len(now))
-        time.sleep(0.01)
-        now.remove(name)
-
-    monkeypatch.setattr(compilation_cache, "put_executable_and_time", write)
-    with behind._short_turns, ThreadPoolExecutor(4) as pool:
-        [*pool.map(compilation_cache.put_executable_and_time, "abcd")]
-    assert most == [1] * 4
+def test_a_helper_goes_on_with_the_kernels_that_it_has(monkeypatch):
+    """And with any program once there is none of its own."""
+    made = Behind(Compiler(), programs(*"abcd"))
+    made._left = deque(warmup.Work(f"{i}", lambda runner: None, shares=i // 2) for i in range(6))
+    one, other = Helper(), Helper()
+    order = [one, other, other, one, other, other, one]
+    names = [item and item.name for item in map(made._next, order)]
+    assert names == ["0", "2", "3", "1", "4", "5", None]
 
 
 def test_a_program_that_fails_is_told_and_the_others_come():
@@ -212,8 +205,24 @@ def test_a_program_that_fails_is_told_and_the_others_come():
     with pytest.warns(UserWarning, match=r"b: compiling failed.*no such instruction") as said:
         run(compiler, programs("a", "b", "c")).join()
     assert len(said) == 1
-    assert compiler.compiled == {"a", "c"}
+    assert set(compiler.compiled) == {"a", "c"}
     assert compiler.behind.missing == {"b"}, "larger ones go on in its place"
+
+
+def test_what_no_other_process_compiles_is_compiled_here(monkeypatch):
+    monkeypatch.setattr(behind, "_is_for_helpers", lambda runner: True)
+    compiler, asked = Compiler(), []
+    compiler.go.set()
+
+    def export(call):
+        asked.append(call.key)
+        return types.SimpleNamespace(compile=lambda helper: None)
+
+    compiler.export = export
+    made = run(compiler, programs(*"abcdefgh"))
+    made.join()
+    assert sorted(compiler.compiled) == [*"abcdefgh"]
+    assert len(asked) <= len(made._threads), "each process is asked once"
 
 
 def test_close_begins_no_further_program():
@@ -325,7 +334,11 @@ def test_the_largest_programs_serve_every_request_and_smaller_ones_replace_them(
     before = answers(made)
     assert {key for key in ran if key[0] == "decode"} == {("decode", 3, 8)}
     assert made.num_compiled == 5, "nothing is compiled for a request"
-    made._behind._run()
+    # Here as on a GPU: another process compiles it.
+    monkeypatch.setattr(behind, "_is_for_helpers", lambda runner: True)
+    monkeypatch.setattr(elsewhere, "_place", lambda asked: None)  # and not an earlier test
+    monkeypatch.setattr(made, "lower", None)
+    made._behind._run(made._behind._helpers[0])
     assert made.num_compiled == made.num_programs == 6
     ran.clear()
     made.reset()
@@ -348,7 +361,7 @@ def test_the_largest_programs_serve_every_request_and_smaller_ones_replace_them(
 def test_requests_run_while_a_program_is_being_compiled(monkeypatch):
     going, go = threading.Event(), threading.Event()
 
-    def compile(self, item):
+    def compile(self, item, helper):
         going.set()
         assert go.wait(60)
 

@@ -202,6 +202,9 @@ def test_an_override_that_does_not_exist_or_fit_is_refused_and_changes_nothing()
 # --- programs that fail ---------------------------------------------------------------------------
 
 
+RUN = programs.Call.run
+
+
 class Failing:
     """A program that fails at some of its calls.
 
@@ -212,24 +215,25 @@ class Failing:
     """
 
     def __init__(self, program, at, when, message="INTERNAL: injected"):
-        self._program, self._at, self._when, self._message = program, at, when, message
+        self._program = getattr(programs, program)
+        self._at, self._when, self._message = at, when, message
         self.calls = self.failed = 0
         self.lost = []  # leaves of the states it failed with
 
-    def lower(self, *args, **static):
-        return self._program.lower(*args, **static)
-
-    def __call__(self, *args, **static):
+    def run(self, one, compiled, part):
+        """As `Call.run`."""
+        if one.program is not self._program:
+            return RUN(one, compiled, part)
         call, self.calls = self.calls, self.calls + 1
         if call not in self._at:
-            return self._program(*args, **static)
+            return RUN(one, compiled, part)
         self.failed += 1
-        self.lost += jax.tree.leaves(args[1])
+        self.lost += jax.tree.leaves(part)
         error = jax.errors.JaxRuntimeError(self._message)
         if self._when == "before":
             raise error
-        state, rest = self._program(*args, **static)
-        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(args[1].pools))
+        state, rest = RUN(one, compiled, part)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(part.pools))
         if self._when == "after":
             raise error
         lost = Unreadable(error)
@@ -248,8 +252,9 @@ class Unreadable:
 
 def failing(program, at, when, message="INTERNAL: injected"):
     """The program of that name fails; use as a context."""
-    wrapped = Failing(getattr(programs, program), at, when, message)
-    return mock.patch.object(programs, program, wrapped), wrapped
+    wrapped = Failing(program, at, when, message)
+    # A function, which is bound to the call.
+    return mock.patch.object(programs.Call, "run", lambda *args: wrapped.run(*args)), wrapped
 
 
 PLACES = [
@@ -337,11 +342,15 @@ class Until:
 def test_an_error_of_the_code_is_told_as_it_is():
     """Raised in `admit`, which nobody waits for; what stands behind it says the same."""
     engine = make_engine("multi_bd")
-    wrong = mock.Mock(side_effect=TypeError("no such leaf"))
-    wrong.lower = programs.admit.lower
+
+    def wrong(one, compiled, part):
+        if one.program is programs.admit:
+            raise TypeError("no such leaf")
+        return RUN(one, compiled, part)
+
     engine.add(wish(case("multi_bd").requests[0]))
     with (
-        mock.patch.object(programs, "admit", wrong),
+        mock.patch.object(programs.Call, "run", wrong),
         pytest.raises(TypeError, match="no such leaf"),
     ):
         toy.finish(engine)

@@ -87,6 +87,9 @@ def test_many_rows_are_left_to_libraries_whatever_the_autotuner_times() -> None:
     assert options(programs.decode_seen) == options(programs.prefill)
     assert options(programs.prefill_wide) == options(programs.decode_many)
     assert options(programs.decode) == {}
+    names = ("prefill", "prefill_wide", "decode", "decode_wide", "decode_many")
+    kept = [getattr(programs, name) for name in names]
+    assert [programs.OPTIONS.get(one, {}) for one in kept] == [options(one) for one in kept]
 
 
 def test_prompts_in_the_cache_cost_one_program_beside_their_steps() -> None:

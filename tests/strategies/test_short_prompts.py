@@ -58,7 +58,7 @@ class Dispatched:
         self.device.run = self.note
 
     def note(self, call: Any, slots: Any = ()) -> Future:
-        self.device._flush()
+        self.device.flush()
         some = call.key[0] in ("admit", "prefill", "decode")
         self.names.append((call.key[0], call.args[0][:, 0].tolist() if some else []))
         self.futures.append(Future())
@@ -130,7 +130,7 @@ def test_who_waits_does_not_wait_for_more():
         ran.device.reset()
     with pytest.raises(CancelledError):
         handle.result(0)
-    ran.device._flush()
+    ran.device.flush()
     assert ran.new() == []
 
 
@@ -164,16 +164,16 @@ def test_tokens_are_those_of_each_alone(name):
     assert ran.passes == {several: 1 + 3 + 1}
 
     # A pass that fails takes all of its prompts along, and they start over.
-    prefill, failed = programs.prefill, []
+    call, failed = programs.Call.run, []
 
-    def fails_once(of: Any, state: Any, pieces: Any, **static: Any) -> Any:
-        if pieces.shape[0] == COUNT and not failed:
-            failed.append(pieces)
+    def fails_once(one: programs.Call, compiled: Any, part: Any) -> Any:
+        if one.program is programs.prefill and one.args[0].shape[0] == COUNT and not failed:
+            failed.append(one)
             raise jax.errors.JaxRuntimeError("no more")
-        return prefill(of, state, pieces, **static)
+        return call(one, compiled, part)
 
     engine = toy.make_engine(name, on=made, prefix_caching=False)
-    with mock.patch.object(programs, "prefill", fails_once):
+    with mock.patch.object(programs.Call, "run", fails_once):
         got = run(engine, [wish(request) for request in requests])
     assert ends(got) == truths
     assert (len(failed), engine.stats().num_failures) == (1, 1)
