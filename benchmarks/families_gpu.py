@@ -9,11 +9,17 @@ the rows to them (`--routing`, see routing_script.py), because random weights se
 run of its own counts the experts that a layer's rows reach, and the floor is that of these.
 `folder`: SDAR-8B's shapes are written as a Hugging Face folder on the spot and read back, so that
 the files lie in the page cache. Each model runs in a process of its own, so that its peak memory is
-its own. Prints a line a model and writes JSON.
+its own, and its programs compile side by side. Prints a line a model and writes JSON.
+
+Several of these scripts may share a device (`XLA_PYTHON_CLIENT_MEM_FRACTION`) with one `--turns`
+file: nothing else of theirs compiles or runs while one of them times.
 """
 
 import argparse
+import concurrent.futures
 import contextlib
+import fcntl
+import functools
 import json
 import platform
 import statistics
@@ -26,7 +32,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from routing_script import scripted
-from step_time import BLOCK, check_readout, time_shape
+from step_time import BLOCK, FEW, check_readout, loop_of, time_shape
 
 import dllm_jax as dj
 from dllm_jax.bench.roofline import floor_ms
@@ -45,12 +51,13 @@ FOLDER = "random:JetLM/SDAR-8B-Chat"
 CONTEXT = 1024
 
 
-def measure_model(name, shapes, context, repeats, script, quantization, steps_only=False):
+def measure_model(name, shapes, context, repeats, scripts, quantization, steps_only, turns):
     """Start, memory, prefill and step times of one model in this process.
 
     With `steps_only` one program is compiled for each shape: no token is checked, no prefill timed,
     and the experts counted are those that rows are sent to.
     """
+    alone = taking_turns(turns)
     began = time.perf_counter()
     model = dj.load(name, quantization=quantization)
     jax.block_until_ready(model.params)
@@ -64,57 +71,106 @@ def measure_model(name, shapes, context, repeats, script, quantization, steps_on
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.params)),
         "weight_bytes": weights,
         "load_s": load_s,
-        "readout_matches_dense": None if steps_only else check_readout(model),
-        "prefill_s": None if steps_only else time_prefill(model, context),
+        "readout_matches_dense": None,
+        "prefill_s": None,
         "rows": [],
     }
+    if not steps_only:
+        prefill = functools.partial(run_prefill, model, context)
+        (matches, _), _ = side_by_side([functools.partial(check_readout, model), prefill])
+        measured["readout_matches_dense"] = matches
+        with alone():
+            measured["prefill_s"] = min(side_by_side([prefill])[1][0] for _ in range(2))
     has_experts = isinstance(model.config, MoEConfig)
-    for slots, blocks in shapes:
-        touched, drawn = None, []
-        if has_experts and not steps_only:
-            touched = count_touched(model, slots, blocks, script)
-        with scripted(script, drawn=drawn) if has_experts else contextlib.nullcontext():
-            # That the tokens are the readout's is checked above.
-            row = time_shape(model, slots, blocks, context, None, repeats, least_tokens=1)
-        del row["bar_ms"]  # another model's
-        if has_experts and steps_only:
-            touched = statistics.mean(n for rows, n in drawn if rows == slots * blocks * BLOCK)
-        if has_experts:
-            row |= {"routing": script, "experts_touched": touched}
-        # The cache grows while steps are timed: the floor is that of the prompt alone.
-        work = (slots, BLOCK * blocks, context, device.device_kind, touched)
-        row["floor_ms"] = floor_ms(model, *work)
-        row["over_floor"] = row["floor_ms"] and row["step_ms"] / row["floor_ms"]
-        measured["rows"].append(row)
-        print(row, file=sys.stderr, flush=True)  # the process may be stopped behind it
+    for script in scripts if has_experts else [None]:
+        measured["rows"] += time_shapes(
+            model, shapes, context, repeats, script, not steps_only, alone
+        )
     measured["peak_bytes"] = (device.memory_stats() or {}).get("peak_bytes_in_use")
     return measured
 
 
-def count_touched(model, slots, blocks, script):
-    """Experts that a layer's rows reach in a step, in the mean: counted while it runs."""
-    prompts = jnp.ones((slots, BLOCK), jnp.int32)
-    strategy = MultiBD(block_size=BLOCK, buffer_size=blocks, add_block_threshold=0.0)
+def time_shapes(model, shapes, context, repeats, script, is_counted, alone):
+    """A row for each shape, with experts by `script`; None: the model has none."""
+    touched = [None] * len(shapes)
+    if script and is_counted:
+        touched = count_touched(model, shapes, script)
+    drawn, rows = [], []
+    with scripted(script, drawn=drawn) if script else contextlib.nullcontext():
+        loops = [loop_of(model, *shape, context, None) for shape in shapes]
+        _, spent = side_by_side([functools.partial(loop, FEW) for loop in loops])
+        for (slots, blocks), reached, compile_s in zip(shapes, touched, spent, strict=True):
+            with alone():
+                # That the tokens are the readout's is checked above.
+                row = time_shape(model, slots, blocks, context, None, repeats, least_tokens=1)
+            del row["bar_ms"]  # another model's
+            row["compile_s"] = compile_s
+            if script:
+                sent = [n for count, n in drawn if count == slots * blocks * BLOCK]
+                reached = statistics.mean(sent) if reached is None else reached
+                row |= {"routing": script, "experts_touched": reached}
+            # The cache grows while steps are timed: the floor is that of the prompt alone.
+            work = (slots, BLOCK * blocks, context, jax.devices()[0].device_kind, reached)
+            row["floor_ms"] = floor_ms(model, *work)
+            row["over_floor"] = row["floor_ms"] and row["step_ms"] / row["floor_ms"]
+            rows.append(row)
+            print(row, file=sys.stderr, flush=True)  # the process may be stopped behind it
+    return rows
+
+
+def side_by_side(calls):
+    """Their results, and seconds of each, in threads of their own so that they compile at once."""
+
+    def timed(call):
+        began = time.perf_counter()
+        return call(), time.perf_counter() - began
+
+    with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
+        return tuple(zip(*pool.map(timed, calls), strict=True))
+
+
+def taking_turns(path):
+    """A context in which no other process that was given this file compiles or times."""
+    if path is None:
+        return contextlib.nullcontext
+    file = open(path, "a")  # noqa: SIM115 (held as long as the process lives)
+    fcntl.flock(file, fcntl.LOCK_SH)
+
+    @contextlib.contextmanager
+    def alone():
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_SH)
+
+    return alone
+
+
+def count_touched(model, shapes, script):
+    """Experts that a layer reaches in a step of each shape, in the mean: counted while it runs."""
     reached, layers = [], sum(model.config.moe_layers)
+
+    def run(slots, blocks):
+        prompts = jnp.ones((slots, BLOCK), jnp.int32)
+        strategy = MultiBD(block_size=BLOCK, buffer_size=blocks, add_block_threshold=0.0)
+        how = {"max_tokens": 256, "max_nfe": 2 + blocks, "ignore_eos": True}
+        jax.block_until_ready(dj.generate(model, prompts, strategy, **how))
+
     with scripted(script, reached):
-        out = dj.generate(
-            model, prompts, strategy, max_tokens=256, max_nfe=2 + blocks, ignore_eos=True
-        )
-        jax.block_until_ready(out)
+        side_by_side([functools.partial(run, *shape) for shape in shapes])
         jax.effects_barrier()
-    return sum(reached[-layers:]) / layers  # of the last step, whose window is full
+    found = [
+        [n for rows, n in reached if rows == slots * blocks * BLOCK] for slots, blocks in shapes
+    ]
+    return [sum(each[-layers:]) / layers for each in found]  # of the last step: its window is full
 
 
-def time_prefill(model, context):
-    """Seconds of one prompt's prefill and a first step, compiled before."""
+def run_prefill(model, context):
+    """One prompt's prefill and a first step."""
     prompt = jnp.arange(context, dtype=jnp.int32)[None] % (model.config.vocab_size * 9 // 10)
     strategy = MultiBD(block_size=BLOCK, buffer_size=1)
-    spent = []
-    for _ in range(3):
-        began = time.perf_counter()
-        jax.block_until_ready(dj.generate(model, prompt, strategy, max_tokens=32, max_nfe=1))
-        spent.append(time.perf_counter() - began)
-    return min(spent[1:])
+    return jax.block_until_ready(dj.generate(model, prompt, strategy, max_tokens=32, max_nfe=1))
 
 
 def measure_folder(name):
@@ -158,7 +214,8 @@ def main():
     parser.add_argument("--shapes", default="1x1,1x4,8x1", help="slots x blocks")
     parser.add_argument("--context", type=int, default=CONTEXT)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--routing", default="uniform", help="see routing_script.py")
+    parser.add_argument("--routing", default="uniform", help="one or more of routing_script.py")
+    parser.add_argument("--turns", help="a file, shared by scripts that share the device")
     parser.add_argument("--quantization", choices=("fp8", "none"), default="none")
     parser.add_argument("--steps-only", action="store_true", help="one program a shape")
     parser.add_argument("--commit")
@@ -168,8 +225,9 @@ def main():
     args = parser.parse_args()
     shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes.split(",")]
     if args.one:
-        how = (args.context, args.repeats, args.routing, args.quantization, args.steps_only)
-        print(json.dumps(measure_model(args.one, shapes, *how)))
+        how = (args.context, args.repeats, args.routing.split(","), args.quantization)
+        more = (args.steps_only, args.turns)
+        print(json.dumps(measure_model(args.one, shapes, *how, *more)))
         return 0
     if args.one_folder:
         print(json.dumps(measure_folder(args.one_folder)))
@@ -193,6 +251,7 @@ def main():
     same = ["--shapes", args.shapes, "--context", str(args.context), "--repeats", str(args.repeats)]
     same += ["--routing", args.routing, "--quantization", args.quantization]
     same += ["--steps-only"] if args.steps_only else []
+    same += ["--turns", args.turns] if args.turns else []
     work = [(name, ["--one", name, *same]) for name in args.models.split(",") if name]
     if args.folder != "none":
         work.append(("folder", ["--one-folder", args.folder]))

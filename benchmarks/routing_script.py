@@ -50,23 +50,24 @@ def scripted(script, reached=None, drawn=None):
     Each layer has its own draw, the same in every step. Programs traced before are forgotten.
 
     Args:
-        reached: A list to which each layer of each pass appends how many experts its rows reach,
-            while it runs; None: no counting, which would disturb a measurement of time.
+        reached: A list to which each layer of each pass appends its rows and how many experts they
+            reach, while it runs; None: no counting, which would disturb a measurement of time.
         drawn: A list to which each layer of each program appends its rows and how many experts they
             are sent to, while it is traced: what they reach where all of them are live.
     """
-    route, rng = routing.route, np.random.default_rng(0)
+    route, rngs = routing.route, {}
 
     def chosen(cfg, x, router, bias, positions, live=None, implementation=None):
         ids, weights = route(cfg, x, router, bias, positions, live, implementation)
-        E = cfg.num_experts
-        mine = draw_ids(rng, script, positions.size, E, ids.shape[-1]).reshape(ids.shape)
+        E, rows = cfg.num_experts, positions.size
+        rng = rngs.setdefault(rows, np.random.default_rng(rows))  # threads may trace in any order
+        mine = draw_ids(rng, script, rows, E, ids.shape[-1]).reshape(ids.shape)
         if drawn is not None:
-            drawn.append((positions.size, len(np.unique(mine))))
+            drawn.append((rows, len(np.unique(mine))))
         ids = jnp.where(ids < E, mine, E)
         if reached is not None:
             hit = jnp.zeros(E + 1, jnp.int32).at[ids.reshape(-1)].set(1)[:E].sum()
-            jax.debug.callback(lambda hit: reached.append(int(hit)), hit)
+            jax.debug.callback(lambda hit: reached.append((rows, int(hit))), hit)
         return ids, weights
 
     jax.clear_caches()

@@ -33,11 +33,11 @@ BARS_MS = {(1, 1): 2.6, (1, 4): 3.2, (8, 4): 9.0, (32, 4): 33.0}
 BLOCK = 32
 
 
-def time_shape(model, slots, blocks, context, implementation, repeats, least_tokens=5):
-    """Milliseconds of one step at slots x blocks x 32, every block live.
+FEW, MANY = 8, 72  # steps of two runs, whose difference is steps alone
 
-    `least_tokens` different ones must come out; rows that look alike agree in some random models.
-    """
+
+def loop_of(model, slots, blocks, context, implementation):
+    """A function that runs so many steps at slots x blocks x 32, every block live."""
     rng = np.random.default_rng(slots * 10 + blocks)
     vocab = model.config.vocab_size * 9 // 10
     prompts = jnp.asarray(rng.integers(0, vocab, (slots, context)), jnp.int32)
@@ -55,20 +55,28 @@ def time_shape(model, slots, blocks, context, implementation, repeats, least_tok
         )
         return jax.block_until_ready(out)
 
-    few, many = 8, 72
+    return run
+
+
+def time_shape(model, slots, blocks, context, implementation, repeats, least_tokens=5):
+    """Milliseconds of one step.
+
+    `least_tokens` different ones must come out; rows that look alike agree in some random models.
+    """
+    run = loop_of(model, slots, blocks, context, implementation)
     began = time.perf_counter()
-    out = run(few)
+    out = run(FEW)
     compile_s = time.perf_counter() - began
-    assert int(out.nfe.max()) == few, out.nfe
-    run(many)
+    assert int(out.nfe.max()) == FEW, out.nfe
+    run(MANY)
     samples = []
     for _ in range(repeats):
         spent = []
-        for steps in (few, many):
+        for steps in (FEW, MANY):
             began = time.perf_counter()
             out = run(steps)
             spent.append(time.perf_counter() - began)
-        samples.append((spent[1] - spent[0]) / (many - few) * 1e3)
+        samples.append((spent[1] - spent[0]) / (MANY - FEW) * 1e3)
     tokens = np.unique(np.asarray(out.tokens))
     assert len(tokens) >= least_tokens, f"the tokens are not a readout's: {tokens}"
     return {

@@ -39,7 +39,9 @@ def test_a_histogram_is_followed_or_refused(tmp_path):
 def test_experts_are_counted_in_the_step_that_is_timed(monkeypatch):
     monkeypatch.setattr(families_gpu, "BLOCK", 8)
     model = models.experts()
-    few, most = (families_gpu.count_touched(model, 1, 2, script) for script in ("3", "uniform"))
+    (few,), (most,) = (
+        families_gpu.count_touched(model, [(1, 2)], script) for script in ("3", "uniform")
+    )
     assert few == 3
     assert 10 <= most <= 12
     floors = [floor_ms(model, 1, 16, 64, "NVIDIA H200", touched) for touched in (few, most)]
