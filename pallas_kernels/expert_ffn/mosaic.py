@@ -49,6 +49,7 @@ _LINE_BYTES = 128  # of a step's depth, at most
 _MOST_STAGES = 12
 _CHUNK = 32  # rows whose pairs are compared with each other; XLA counts those of earlier chunks
 _FEW_CHUNKS = 16  # whose counts each row adds up by itself
+_MANY_PAIRS = 4096  # from which on a program rounds all of a row: their loads overlap
 _AT_ONCE = 16  # pairs that others are compared with between two branches
 _THREADS, _PAIR = 128, 2  # of a row's program, and numbers that become 8 bits at once, at least
 _REGISTERS = {1: 208, 2: 232, 3: 152, 4: 112}  # by the number of warpgroups that compute
@@ -398,11 +399,12 @@ def _rounded(
     inner: Float[Array, "P Fp"], place: Int[Array, "T k"], F: int, interpret: Any
 ) -> Fp8Rows:
     """The rows of all pairs in 8 bits, by place; columns from F on hold anything and become 0."""
-    P, width = inner.shape
+    (P, width), (T, k) = inner.shape, place.shape
+    at_once = k if T * k >= _MANY_PAIRS else 1
     values, scales = hopper.kernel(
-        functools.partial(_round, F=F),
+        functools.partial(_round, F=F, at_once=at_once),
         out_type=_rows_like(P, width, FP8),
-        grid=place.shape,
+        grid=(T, k // at_once),
         grid_names=("row", "choice"),
         kernel_name="expert_ffn_round",
         interpret=interpret,
@@ -410,19 +412,23 @@ def _rounded(
     return Fp8Rows(values, scales)
 
 
-def _round(inner, place, values, scales, *, F):
-    """One pair."""
-    at = place[jax.lax.axis_index("row"), jax.lax.axis_index("choice")]
-    width = inner.shape[1]
-
-    @pl.when(at < NO_PLACE)
-    def _():
-        layout = _strided(width, 8)
-        row = load(inner.at[at], layout).astype(jnp.float32)
+def _round(inner, place, values, scales, *, F, at_once):
+    """Some pairs of a row, all read before the first is written."""
+    row, first = jax.lax.axis_index("row"), jax.lax.axis_index("choice") * at_once
+    P, width = inner.shape
+    layout = _strided(width, 8)
+    places = [place[row, first + j] for j in range(at_once)]
+    pairs = [load(inner.at[jnp.minimum(at, P - 1)], layout) for at in places]
+    for at, pair in zip(places, pairs, strict=True):
+        found = pair.astype(jnp.float32)
         if width > F:
-            index = plgpu.broadcasted_iota(jnp.int32, row.shape, 0, layout=layout)
-            row = jnp.where(index < F, row, 0.0)
-        values[at], scales[at] = _as(FP8, row)
+            index = plgpu.broadcasted_iota(jnp.int32, found.shape, 0, layout=layout)
+            found = jnp.where(index < F, found, 0.0)
+        found, scale = _as(FP8, found)
+
+        @pl.when(at < NO_PLACE)
+        def _(at=at, found=found, scale=scale):
+            values[at], scales[at] = found, scale
 
 
 def _combine(results, place, weights, out):
