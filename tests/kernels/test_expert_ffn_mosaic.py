@@ -105,7 +105,9 @@ def test_ragged_experts_match_numpy_and_a_row_alone_is_the_same():
     assert np.array_equal(alone[0], together[mine])
 
 
-def test_experts_in_8_bits_match_numpy_and_a_row_alone_is_the_same():
+def test_experts_in_8_bits_match_numpy_and_a_row_alone_is_the_same(monkeypatch):
+    """A program rounds both pairs of a row in the batch, and one of them alone."""
+    monkeypatch.setattr(mosaic, "_MANY_PAIRS", 100)
     arguments = case(RAGGED, 5)
     tiling = Tiling(groups=2, down=256, blocks=3)
     together = assert_right(arguments, tiling, "gelu", is_small=True)
