@@ -31,7 +31,7 @@ SWITCH_S = 5e-4
 NEVER = 2**31 - 1  # collections of younger objects, until all objects are looked at
 _in_python = threading.Lock()  # one thread lowers at a time: the host loop needs the GIL too
 PROCESSES = 12  # at most; they give way to this one
-BYTES_A_PROCESS = 8 * 2**30  # of the device's memory for each: one takes some 0.5 GB (H200)
+BYTES_A_PROCESS = 8 * 2**30  # of the device's memory for each: one takes some 0.6 GB (H200)
 # Programs that are lowered at once, most of the time waiting for their processes. Eight shared the
 # GIL with the host loop, and one call waited 1.1 s for it (H200).
 _lowering = threading.Semaphore(4)
