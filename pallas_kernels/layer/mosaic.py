@@ -370,13 +370,13 @@ def _multiply(x, w, *refs, names, tiling, steps, consumers, finish, group_size):
     @pl.when(warpgroup == consumers)
     def _():
         plgpu.set_max_registers(40, action="decrease")
-        if group_size is not None:
+        # Scales come behind the first weights, or behind the last ones: by when they are wanted.
+        first = steps if group_size is None else min(stages, steps)
+        slot = jax.lax.fori_loop(0, first, load, zero)
+        if is_scaled:
             load_scales_of_all()
-        jax.lax.fori_loop(0, steps, load, zero)
-        if (
-            is_scaled and group_size is None
-        ):  # behind the last weights, in front of the last products
-            load_scales_of_all()
+        if first < steps:
+            jax.lax.fori_loop(first, steps, load, slot)
         for i in range(max(0, steps - stages), steps):
             plgpu.barrier_wait(scratch["used"].at[i % stages])
 
@@ -423,13 +423,14 @@ def _multiply(x, w, *refs, names, tiling, steps, consumers, finish, group_size):
                 return [each[...] for each in sums]
 
             sums = [plgpu.WGMMAAccumulatorRef((_ROWS, columns), jnp.float32)] * count
-            for j, part in enumerate(pl.run_scoped(product, *sums)):
+            parts = pl.run_scoped(product, *sums)
+            pl.when(i == 0)(lambda: plgpu.barrier_wait(scratch["scaled"].at[0]))
+            for j, part in enumerate(parts):
                 own = scratch["row_scales"].at[i * count + j, down]
                 total += part * load_scales(own, 0, part.shape)
             plgpu.barrier_arrive(scratch["used"].at[slot])
             return after(slot), total
 
-        plgpu.barrier_wait(scratch["scaled"].at[0])
         total = plgpu.layout_cast(jnp.zeros((_ROWS, columns), jnp.float32), plgpu.Layout.WGMMA)
         _, total = jax.lax.fori_loop(0, steps, step, (zero, total))
         return total * load_scales(scratch["column_scales"], 1, total.shape)
