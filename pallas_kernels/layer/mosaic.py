@@ -22,7 +22,7 @@ from .. import hopper
 from ..hopper import MULTIPROCESSORS, SHARED_BYTES, load_scales, next_buffer, swizzled
 from ..lowered import lowered_once
 from .fp8 import DTYPE as FP8
-from .fp8 import Fp8Groups, Fp8Matrix, Fp8Rows, Fp8Sums, factors_of, factors_of_scalar
+from .fp8 import Fp8Groups, Fp8Matrix, Fp8Rows, Fp8Sums, factors_of_scalar
 from .routed import RoutedRows
 
 _ROWS = 64  # of a warpgroup's product
@@ -37,7 +37,9 @@ _LEAST_DEEP = 3  # stages of twice the depth; with two of them gate and up take 
 # 29.1 us instead of 28.2, gate and up 51.8 instead of 50.8.
 _IN_FLIGHT_BYTES = 22 * 2**20
 _MOST_SPLITS = 4
-GROUP = 64  # columns with a scale of their own, at least: half a line of 8 bits
+GROUP = (
+    _LINE_BYTES  # columns with a scale of their own are a multiple of it; half as long ones lost
+)
 _SHALLOW = 2048  # depth up to which tiles of half as many columns win, of 8 bits and few rows
 _THREADS, _VECTOR = 128, 4  # of the norm's program, and numbers that each of them loads at once
 _WIDEST = 4096  # row that was measured
@@ -195,7 +197,7 @@ def split_matmul(
         kind = _dtype(dtype or x.dtype, tiling.splits)
         out = jax.ShapeDtypeStruct((tiling.splits, math.prod(M), N), kind)
         whole = tiling.columns
-        (out,) = _launch("split_matmul", x, w, [out], lambda sums: [sums], whole, tiling, interpret)
+        out = _launch("split_matmul", x, w, out, lambda sums: [sums], whole, tiling, interpret)
         out = out.reshape(-1, *M, N)
         return out if tiling.splits > 1 else out[0]
 
@@ -203,22 +205,16 @@ def split_matmul(
     return jax.custom_batching.sequential_vmap(run)(x, w)
 
 
-@lowered_once(static_argnames=("tiling", "dtype", "is_quantized", "interpret"))
+@lowered_once(static_argnames=("tiling", "dtype", "interpret"))
 def gated_matmul(
     x: Float[Array, "*M K"] | Fp8Rows,
     w: Float[Array, "K C 2 W"] | Fp8Matrix,
     *,
     tiling: Tiling,
     dtype: Any = None,
-    is_quantized: bool = False,
     interpret: Any = None,
-) -> Float[Array, "*M C*W"] | Fp8Groups:
-    """See `api.gated_matmul`; `dtype` as in `split_matmul`.
-
-    Args:
-        is_quantized: The rows are rounded once more, to 8 bits: what a thread block has of one is a
-            group with a scale.
-    """
+) -> Float[Array, "*M C*W"]:
+    """See `api.gated_matmul`; `dtype` as in `split_matmul`."""
     _, C, _, W = w.shape
     kind = jnp.dtype(dtype or (x.values if isinstance(x, Fp8Rows) else x).dtype)
 
@@ -227,18 +223,14 @@ def gated_matmul(
             return sums[:, first : first + W].astype(kind).astype(jnp.float32)
 
         turns = [(rounded(i), rounded(i + W)) for i in range(0, tiling.columns, 2 * W)]
-        return [(gate / (1 + jnp.exp(-gate)) * up).astype(kind) for gate, up in turns]
+        return [gate / (1 + jnp.exp(-gate)) * up for gate, up in turns]
 
     def run(x, w):
         M = _row_shape(x)
-        out = [jax.ShapeDtypeStruct((1, math.prod(M), C * W), kind)]
-        if is_quantized:
-            shape = 2 * C * W // tiling.columns, -(-math.prod(M) // _ROWS) * _ROWS
-            out = [out[0].update(dtype=FP8), jax.ShapeDtypeStruct(shape, jnp.float32)]
+        out = jax.ShapeDtypeStruct((1, math.prod(M), C * W), kind)
         flat = w.flat if isinstance(w, Fp8Matrix) else w.reshape(len(w), -1)
-        out, *scales = _launch("gated_matmul", x, flat, out, gated, W, tiling, interpret)
-        out = out.reshape(*M, C * W)
-        return Fp8Groups(out, *scales) if scales else out
+        out = _launch("gated_matmul", x, flat, out, gated, W, tiling, interpret)
+        return out.reshape(*M, C * W)
 
     return jax.custom_batching.sequential_vmap(run)(x, w)
 
@@ -251,20 +243,15 @@ def _launch(
     name: str,
     x: Array | Fp8Rows | Fp8Groups,
     w: Array | Fp8Matrix,
-    outputs: list[jax.ShapeDtypeStruct],
+    out: jax.ShapeDtypeStruct,
     finish: Callable[[Array], list[Array]],
     piece: int,
     tiling: Tiling,
     interpret: Any,
-) -> list[Array]:
-    """`x` [M K] times `w` [K N], of which `finish` makes pieces that lie side by side in the rows.
-
-    Args:
-        outputs: The result, and if that is to have 8 bits, its scales.
-    """
+) -> Array:
+    """`x` [M K] times `w` [K N], of which `finish` makes pieces that lie side by side in `out`."""
     depth, stages, columns = tiling.depth, tiling.stages, tiling.columns
     K, N = w.shape
-    out = outputs[0]
     consumers = -(-out.shape[1] // _ROWS)
     group = K // len(x.scales) if isinstance(x, Fp8Groups) else None
     if isinstance(x, Fp8Rows | Fp8Groups):
@@ -275,8 +262,7 @@ def _launch(
         assert isinstance(w, jax.Array)
         rows, weights, scales, tile = x.reshape(-1, K), w, (), (depth, columns)
     kind = weights.dtype
-    line = math.gcd(depth, group or depth)  # products take whole lines
-    transforms = swizzled(line if scales else min(columns, depth), kind)
+    transforms = swizzled(depth if scales else min(columns, depth), kind)
     scratch = {
         "rows": plgpu.SMEM((stages, consumers, _ROWS, depth), kind, transforms=transforms),
         "weights": plgpu.SMEM((stages, *tile), kind, transforms=transforms),
@@ -293,11 +279,7 @@ def _launch(
         scratch["out"] = plgpu.SMEM(shape, out.dtype, transforms=swizzled(piece, out.dtype))
     body = functools.partial(
         _multiply,
-        names=(
-            *("of_rows", "of_columns")[: len(scales)],
-            *("result", "result_scales")[: len(outputs)],
-            *scratch,
-        ),
+        names=(*("of_rows", "of_columns")[: len(scales)], "result", *scratch),
         tiling=tiling,
         steps=K // (tiling.splits * depth),
         consumers=consumers,
@@ -306,7 +288,7 @@ def _launch(
     )
     return hopper.kernel(
         body,
-        out_type=outputs,
+        out_type=out,
         grid=(N // columns, tiling.splits),
         grid_names=("column", "split"),
         kernel_name=name,
@@ -435,16 +417,6 @@ def _multiply(x, w, *refs, names, tiling, steps, consumers, finish, group_size):
         _, total = jax.lax.fori_loop(0, steps, step, (zero, total))
         return total * load_scales(scratch["column_scales"], 1, total.shape)
 
-    def quantized(pieces):
-        """The pieces in 8 bits, with a scale for what this block has of a row."""
-        wide = [piece.astype(jnp.float32) for piece in pieces]
-        largest = functools.reduce(jnp.maximum, (jnp.abs(one).max(axis=1) for one in wide))
-        factors, units = factors_of(largest)
-        scratch["result_scales"][tile, down] = units
-        return [
-            (one * jax.lax.broadcast_in_dim(factors, one.shape, [0])).astype(FP8) for one in wide
-        ]
-
     @pl.when(warpgroup < consumers)
     def _():
         plgpu.set_max_registers(232 if consumers == 2 else 208, action="increase")
@@ -453,10 +425,7 @@ def _multiply(x, w, *refs, names, tiling, steps, consumers, finish, group_size):
         else:
             sums = plgpu.WGMMAAccumulatorRef((_ROWS, columns), jnp.float32)
             sums = pl.run_scoped(products, sums)
-        pieces = finish(sums)
-        if "result_scales" in scratch:
-            pieces = quantized(pieces)
-        pieces = [piece.astype(out.dtype) for piece in pieces]
+        pieces = [piece.astype(out.dtype) for piece in finish(sums)]
         width = sum(piece.shape[1] for piece in pieces)
         if "out" not in scratch:
             (out[split, down, across(width)],) = pieces
@@ -717,7 +686,7 @@ def _is_staged(num_rows: int, dtype: jnp.dtype) -> bool:
     Rows past the last one may not be written; and what a thread has of a row is two numbers, half
     a sector with its neighbours' if they have 16 bits: 1.2 us of SDAR-8B's qkv, 128 rows.
     """
-    return num_rows % _ROWS > 0 or dtype.itemsize <= 2
+    return num_rows % _ROWS > 0 or dtype.itemsize == 2
 
 
 def _num_rows(x: Array) -> int:
