@@ -76,7 +76,7 @@ def products(
     rows: Float[Array, "*E M K"], values: Float[Array, "*E N L"], scales: Float[Array, "*E N"]
 ) -> Float[Array, "*E M N"]:
     """Rows, rounded to 8 bits, by the matrices of their experts; float32."""
-    rounded, row_scales = quantize(rows)
+    rounded, row_scales = quantize(rows, is_rows=True)
     rounded = _filled(rounded, values.shape[-1])
     batch = tuple(range(rows.ndim - 2))
     last = (rows.ndim - 1,)
