@@ -5,10 +5,10 @@
 Parts, by what they are worth; each is a process of its own with a limit, as in `run_gpu.py`, and
 the file is written whenever one of them has a row, so that a hang costs its own part alone:
 
+`sums`: reductions of a layer's rows by the kernel, against XLA's, and what each takes.
 `step`: SDAR-8B, a decode step in a device loop (`bare_ms`) and in `LLM.generate` (`step_ms`; what
-lies between is the host's); on several devices also with XLA's one-shot reductions, without command
-buffers, and with reductions recorded in them (`FORMS`); after more than 1,000 steps, whether all
-devices hold the same state.
+lies between is the host's); on several devices also by other means of adding up (`FORMS`); after
+more than 1,000 steps, whether all devices hold the same state.
 `tokens`: 64 requests, greedily and drawn, on one device and on several. In float32 they must be the
 same. In bfloat16 a sum's order decides near-ties: where two texts part, `gaps` are the differences
 of the logits between which each chose, by logits computed without a cache.
@@ -44,16 +44,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import run_gpu
+from jax.sharding import PartitionSpec
 from run_gpu import Section
 
 import dllm_jax as dj
 from dllm_jax.bench import measure
 from dllm_jax.bench.numbers import environment
 from dllm_jax.bench.step import Shape, step_strategy
+from dllm_jax.kernels.layer import add_rms_norm, mosaic_reduce, reduced_rms_norm
 from dllm_jax.loading.jax_settings import enable_async_dispatch
 from dllm_jax.models import reference
 from dllm_jax.models.published import PUBLISHED
-from dllm_jax.runner import programs
+from dllm_jax.models.sharding import over_devices, total
+from dllm_jax.runner import exchange, programs
 from dllm_jax.strategies import MultiBD
 
 PAGE = 64
@@ -62,18 +65,20 @@ SMALL, LARGE, EXPERTS = (f"random:JetLM/SDAR-{name}-Chat" for name in ("1.7B", "
 FEWER = "made/SDAR-30B-A3B of 4 layers"
 NO_BUFFERS = {"xla_gpu_enable_command_buffer": "", "xla_gpu_graph_min_graph_size": 10**6}
 ONE_SHOT = {"xla_gpu_unsupported_use_all_reduce_one_shot_kernel": True}
-# XLA's own set, and reductions.
-RECORDED = {
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
-    "DYNAMIC_SLICE_FUSION,COLLECTIVES"
-}
-# XLA's options for the decode program; the first is what the engine runs.
-FORMS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "one_shot": ONE_SHOT,
-    "no_command_buffers": NO_BUFFERS,
-    "recorded": RECORDED,
-    "recorded_one_shot": RECORDED | ONE_SHOT,
+# What XLA records in command buffers by itself.
+_USUAL = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION"
+RECORDED = {"xla_gpu_enable_command_buffer": f"{_USUAL},COLLECTIVES"}
+LOOP = {"xla_gpu_enable_command_buffer": f"{_USUAL},COLLECTIVES,CONDITIONAL,WHILE"}
+# How a step's sums are added up: XLA's options for the decode program, and whether layers add up
+# by the kernel. The first is what the engine runs.
+FORMS: dict[str, tuple[dict[str, Any], bool]] = {
+    "kernel": ({}, True),
+    "xla": ({}, False),
+    "xla_one_shot": (ONE_SHOT, False),
+    "kernel_no_command_buffers": (NO_BUFFERS, True),
+    "kernel_loop": (LOOP, True),
+    "xla_recorded_one_shot": (RECORDED | ONE_SHOT, False),
+    "xla_recorded": (RECORDED, False),
 }
 
 
@@ -167,68 +172,193 @@ def _digests(state):
     return {one.hexdigest() for one in found.values()}
 
 
+# --- sums ----------------------------------------------------------------------------------------
+
+
+def sums(args, rows):
+    """Reductions by the kernel and by XLA on arrays whose sums are exact in any order."""
+    usual = mosaic_reduce.is_in_halves
+    for hops in (1, 2):
+        mosaic_reduce.is_in_halves = usual if hops == 2 else lambda *_: False
+        for count in args.devices:
+            if count > hops:
+                rows.guard(f"sums on {count}, {hops} hops", _sums, args, rows, count, hops)
+
+
+def _sums(args, rows, count, hops):
+    split = over_devices(count)
+    shared = exchange.made(split)
+    if shared is None:
+        raise RuntimeError("the devices' kernels do not reach each other")
+    whole, parts = PartitionSpec(), PartitionSpec(split.axis)
+    draw = np.random.default_rng(count)
+
+    def by_xla(peers, x, y, scale):
+        del peers
+        return add_rms_norm(x, total(y, x, split.axis), scale, 1e-6)
+
+    def by_kernel(peers, x, y, scale):
+        return reduced_rms_norm(x, y, scale, 1e-6, peers)
+
+    def both(peers, x, y, scale):
+        mine, y = total(y[0], x, split.axis, peers), y[0]
+        pairs = zip(
+            (*by_kernel(peers, x, y, scale), mine),
+            (*by_xla(peers, x, y, scale), total(y, x, split.axis)),
+            strict=True,
+        )
+        gaps = [jnp.max(jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32))) for a, b in pairs]
+        return jnp.stack(gaps)[None]
+
+    specs = parts, whole, parts, whole
+    check = jax.jit(lambda *given: split.run(both, given, specs, parts))
+    for (M, D), X, kind in (
+        ((128, 4096), 3, "bfloat16"),
+        ((256, 2048), 1, "bfloat16"),
+        ((128, 4096), 1, "float32"),
+    )[: 3 if hops == 2 or count == 2 else 1]:
+        worst = []
+        for _ in range(4):
+            x = jnp.asarray(draw.integers(-4, 5, (M, D)), kind)
+            y = jnp.asarray(draw.integers(-4, 5, (count, X, M, D)), "float32" if X > 1 else kind)
+            y = y[:, 0] if X == 1 else y
+            scale = jnp.asarray(draw.integers(1, 3, D), kind)
+            worst.append(np.asarray(check(shared.peers, x, y, scale)).max(axis=0))
+        facts = {"devices": count, "hops": hops, "rows": [M, D], "parts": X, "dtype": kind}
+        # Of the new residual, its norm, and the sum alone; the largest of all devices.
+        rows.add(**facts, worst=[float(each) for each in np.max(worst, axis=0)])
+
+    x, scale = jnp.ones((128, 4096), jnp.bfloat16), jnp.ones(4096, jnp.bfloat16)
+    for name, form in (("kernel", by_kernel), ("xla", by_xla))[: hops if count > 2 else 2]:
+
+        def body(peers, x, scale, form=form):
+            def step(_, x):
+                for _ in range(36):
+                    x = form(peers, x, x, scale)[1]
+                return x
+
+            return jax.lax.fori_loop(0, 20, step, x)
+
+        given = shared.peers, x, scale
+        chain = jax.jit(
+            lambda *given, body=body: split.run(body, given, specs[:2] + specs[3:], whole)
+        )
+        jax.block_until_ready(chain(*given))
+        times = []
+        for _ in range(5):
+            began = time.perf_counter()
+            jax.block_until_ready(chain(*given))
+            times.append((time.perf_counter() - began) / 720 * 1e6)
+        rows.add(devices=count, hops=hops, form=name, us_a_launch=sorted(times)[2])
+
+
 # --- steps ---------------------------------------------------------------------------------------
 
 
 def step(args, rows):
     """A step of one text with a window of four blocks, by number of devices and form."""
-    steps, tokens = args.steps, 2 * args.steps + 8 * args.block
-    for count in args.devices:
-        if args.only_several and count == 1:
-            continue
-        rows.guard(f"{count} devices", _step, args, rows, count, steps, tokens)
+    counts = [count for count in args.devices if count > 1 or not args.only_several]
+    texts: list[Any] = []
+    # Those that fit on a GPU together are started at once.
+    for some in [counts[:1], counts[1:]] if args.model == EXPERTS else [counts]:
+        if some:
+            rows.guard(f"{some} devices", _steps, args, rows, some, texts)
         gc.collect()
 
 
-def _step(args, rows, count, steps, tokens):
+def _steps(args, rows, counts, texts):
+    steps, tokens = args.steps, 2 * args.steps + 8 * args.block
     began = time.perf_counter()
-    model = load(args.model, count)
+    models = [load(args.model, count) for count in counts]
     loaded_s, began = time.perf_counter() - began, time.perf_counter()
-    strategy = step_strategy(model, Shape(1, 4, args.block))
-    llm = start(model, strategy, 1, args.context, tokens)
-    start_s = time.perf_counter() - began
-    bucket = llm.engine.layout.slot_buckets[-1], llm.engine.layout.page_buckets[-1]
-    given = requests(model, 1, args.context, tokens, False, steps)
-    usual = programs.decode
-    names = args.forms.split(",") if count > 1 else ["default"]
-    forms = {name: FORMS[name] for name in names}
-    try:
-        for name, options in forms.items():
-            # Such options are for GPUs alone.
-            options = options if jax.default_backend() == "gpu" else {}
-            programs.decode = jax.jit(
-                programs._decode, donate_argnames=("state",), compiler_options=options or None
-            )
-            compiled = llm.engine.runner.compiled  # of the form before
-            for key in [key for key in compiled if key[0] == "decode"]:
-                del compiled[key]
+    _ = models[0].tokenizer  # transformers is not imported by two threads at once
+    strategy = step_strategy(models[0], Shape(1, 4, args.block))
+    sizes = itertools.repeat((strategy, 1, args.context, tokens))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        llms = list(pool.map(lambda model, sizes: start(model, *sizes), models, sizes))
+    rows.add(loaded_s=loaded_s, start_s=time.perf_counter() - began)
+    work = [
+        (count, llm, name, Form(llm, *FORMS[name]))
+        for name in args.forms.split(",")
+        for count, llm in zip(counts, llms, strict=True)
+        if count > 1 or name == args.forms.split(",")[0]
+    ]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        began = time.perf_counter()
+        list(pool.map(lambda one: one[-1].compile(), work))
+        rows.add(compiled_s=time.perf_counter() - began)
+    for count, llm, name, form in work:
+        given = requests(models[0], 1, args.context, tokens, False, steps)
+        with form:
             rows.guard(
                 f"{count} devices, {name}",
                 _form,
-                *(args, rows, llm, given, bucket),
-                {"devices": count, "form": name, "loaded_s": loaded_s, "start_s": start_s},
+                *(args, rows, llm, given, texts),
+                {"devices": count, "form": name},
             )
-    finally:
-        programs.decode = usual
+    for llm in llms:
         llm.close()
 
 
-def _form(args, rows, llm, given, bucket, row):
+class Form:
+    """A way to add up, for an engine while this is entered."""
+
+    def __init__(self, llm, options, by_kernel):
+        self.runner = runner = llm.engine.runner
+        self.bucket = llm.engine.layout.slot_buckets[-1], llm.engine.layout.page_buckets[-1]
+        # Such options are for GPUs alone.
+        options = options if jax.default_backend() == "gpu" else {}
+        self.program = jax.jit(
+            programs._decode, donate_argnames=("state",), compiler_options=options or None
+        )
+        model = runner._programs.model
+        self.programs = runner._programs.replace(
+            model=model.replace(exchange=model.exchange if by_kernel else None)
+        )
+
+    def compile(self):
+        slots, columns = self.bucket
+        table = np.full((slots, columns), -1, np.int32)
+        call = self.runner.decode_call(np.arange(slots, dtype=np.int32), slots, table, 2, False)
+        call = dataclasses.replace(call, program=self.program, programs=self.programs)
+        self.text = self.runner.lower(call).compile().as_text() or ""
+
+    def __enter__(self):
+        self.usual = programs.decode, self.runner._programs
+        programs.decode, self.runner._programs = self.program, self.programs
+
+    def __exit__(self, *_):
+        programs.decode, self.runner._programs = self.usual
+
+
+def _form(args, rows, llm, given, texts, row):
     text = 2 * (32 + measure.FEW_STEPS) + 8 * args.block
+    bucket = llm.engine.layout.slot_buckets[-1], llm.engine.layout.page_buckets[-1]
+    first = llm.engine.stats().num_steps
+    found = _text_of(generated(llm, *given)[0])[0]  # the prompt is in the cache from now on
     samples = measure.decode_step_samples(
         llm.engine, *bucket, args.context, min(32, args.steps), args.repeats, text
     )
+    bare_ms = sorted(samples)[len(samples) // 2]
+    texts.append(found)
+    wanted = texts[0]
+    same = sum(a == b for a, b in zip(found, wanted, strict=False)) / len(wanted)
+    rows.add(**row, bare_ms=bare_ms, same_tokens=same)
     program = measure.decode_program(llm.engine, *bucket)
-    first = llm.engine.stats().num_steps
-    generated(llm, *given)  # the prompt is in the cache from now on
-    walls, alike = [], True
+    half = [dataclasses.replace(one, max_nfe=args.steps // 2) for one in given[1]]
+    walls, halves, alike, steps = [], [], True, 0
     for _ in range(args.repeats):
-        before, began = llm.engine.stats().num_steps, time.perf_counter()
-        generated(llm, *given)
-        ran = llm.engine.stats().num_steps - before
-        walls.append(1e3 * (time.perf_counter() - began) / ran)
+        for times, params in ((walls, given[1]), (halves, half)):
+            before, began = llm.engine.stats().num_steps, time.perf_counter()
+            generated(llm, given[0], params)
+            times.append(1e3 * (time.perf_counter() - began))
+            ran = llm.engine.stats().num_steps - before
+            if times is walls:
+                steps = ran
         alike &= len(digests(llm)) == 1
-    bare_ms, step_ms = sorted(samples)[len(samples) // 2], sorted(walls)[len(walls) // 2]
+    wall_ms, half_ms = (sorted(times)[len(times) // 2] for times in (walls, halves))
+    step_ms = wall_ms / steps
+    rows.facts["rows"].pop()
     rows.add(
         **row,
         model=args.model,
@@ -236,24 +366,24 @@ def _form(args, rows, llm, given, bucket, row):
         bare_samples=samples,
         step_ms=step_ms,
         host_overhead=1 - bare_ms / step_ms,
+        # What a request takes beside its steps, and a step in a request.
+        request_ms=2 * half_ms - wall_ms,
+        slope_ms=(wall_ms - half_ms) / (steps - steps // 2),
         reductions=measure.num_reductions(program),
+        same_tokens=same,
         steps=llm.engine.stats().num_steps - first,
         same_state_on_all_devices=bool(alike),
         weights_bytes=llm.memory.weights_bytes,
         page_bytes=llm.memory.page_bytes,
         memory=[(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.devices()],
     )
-    if (
-        row["devices"] > 1
-        and jax.default_backend() == "gpu"
-        and row["form"] != "no_command_buffers"
-    ):
+    if row["devices"] > 1 and jax.default_backend() == "gpu" and row["form"] == args.profile:
         trace, ran = measure.decode_trace(llm.engine, *bucket, args.context, 8, text)
         kernels = collections.defaultdict(list)
         for event in trace.events:
             # Reductions have numbers in their names.
             kernels[re.sub(r"\d+", "#", event.name[:80])].append(event.duration_ns / 1e3)
-        most = sorted(kernels.items(), key=lambda one: -sum(one[1]))[:12]
+        most = sorted(kernels.items(), key=lambda one: -sum(one[1]))[:14]
         rows.add(
             devices=row["devices"],
             form=row["form"],
@@ -276,12 +406,12 @@ KINDS = {
 
 def tokens(args, rows):
     """The requests of one device, on several."""
-    dense, experts = (args.model, args.model) if args.smoke else (SMALL, FEWER)
-    for dtype in ("float32", "bfloat16"):
+    for kind in args.kinds.split(","):
+        name, dtype = KINDS[kind]
+        name = args.model if args.smoke else name
         jax.config.update("jax_default_matmul_precision", "highest" if dtype == "float32" else None)
-        for name in dict.fromkeys((dense, experts)):
-            rows.guard(f"{name} in {dtype}", _tokens, args, rows, name, dtype)
-            gc.collect()
+        rows.guard(kind, _tokens, args, rows, name, dtype)
+        gc.collect()
 
 
 def _tokens(args, rows, name, dtype):
@@ -293,20 +423,20 @@ def _tokens(args, rows, name, dtype):
         sizes = itertools.repeat((strategy, args.slots, context, args.tokens))
         one, *others = pool.map(lambda model, sizes: start(model, *sizes), models, sizes)
     kinds = {
-        kind: requests(models[0], args.slots, context, args.tokens, kind == "drawn")
+        kind: requests(models[0], args.texts, context, args.tokens, kind == "drawn")
         for kind in ("greedy", "drawn")
     }
     wanted = {kind: generated(one, *work) for kind, work in kinds.items()}
     for count, several in zip(args.devices[1:], others, strict=True):
-        row = {"model": name, "dtype": dtype, "devices": count, "requests": args.slots}
+        row = {"model": name, "dtype": dtype, "devices": count, "requests": args.texts}
         for kind, work in kinds.items():
             pairs = zip(generated(several, *work), wanted[kind], strict=True)
             parted = [
                 i for i, (found, truth) in enumerate(pairs) if _text_of(found) != _text_of(truth)
             ]
-            row[f"same_{kind}"] = args.slots - len(parted)
+            row[f"same_{kind}"] = args.texts - len(parted)
             if kind == "greedy" and parted:
-                row["gaps"] = _gaps(models[0], strategy.block_size, one, several, work, parted)
+                row["gaps"] = _gaps(models[0], strategy.block_size, one, several, work, parted[:8])
         row["same_state"] = len(digests(several)) == 1
         row["distinct_tokens"] = len({t for o in wanted["greedy"] for t in _text_of(o)[0]})
         rows.add(**row)
@@ -478,15 +608,15 @@ def soak(args, rows):
     llm.close()
 
 
-PARTS = {f.__name__: f for f in (step, tokens, replicas, soak)}
+PARTS = {f.__name__: f for f in (sums, step, tokens, replicas, soak)}
 
 
 def sections(args):
     """The parts as programs with limits, by what they are worth."""
     base = [sys.executable, __file__, "--devices", args.devices_text, "--out", "{out}"]
-    base += ["--forms", args.forms, "--kinds", args.kinds]
+    base += ["--adds", args.adds]
     small = "--model builtin:tiny-sdar --context 64 --block 8 --steps 16 --repeats 2 --tokens 16"
-    small += " --slots 8 --seconds 10"
+    small += " --slots 4 --texts 8 --seconds 10"
 
     slower = 4 if args.smoke else 1
 
@@ -497,15 +627,26 @@ def sections(args):
 
     off = ("XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT=0",)
     whole = ("XLA_PYTHON_CLIENT_MEM_FRACTION=0.95",)
-    one = "--forms default --only-several"
-    return {
-        "step": part(f"--part step --model {LARGE}", 180),
-        "tokens": part("--part tokens", 200),
+    others = ",".join(name for name in FORMS if name not in ("kernel", "xla"))
+    most = f"--devices {args.devices[-1]} --only-several"
+    found = {
+        "sums": part("--part sums", 60),
+        "step": part(
+            f"--part step --model {LARGE} --forms kernel,xla --profile kernel --repeats 3", 150
+        ),
+        "forms": part(f"--part step --model {LARGE} --forms {others} {most} --repeats 3", 110),
         "replicas": part(f"--part replicas --model {SMALL} --slots 8", 80),
-        "experts": part(f"--part step --model {EXPERTS} {one} --repeats 3", 90, whole),
-        "async_off": part(f"--part step --model {LARGE} {one} --repeats 3", 80, off),
-        "soak": part(f"--part soak --model {SMALL} --slots 16 --seconds 300", 330),
+        "experts": part(f"--part step --model {EXPERTS} --forms kernel --repeats 3", 90, whole),
+        "async_off": part(
+            f"--part step --model {LARGE} --forms kernel {most} --repeats 3", 80, off
+        ),
+        "soak": part(f"--part soak --model {SMALL} --seconds 300", 330),
     }
+    ends = f"--devices {args.devices[0]},{args.devices[-1]}"
+    for dtype in ("bfloat16", "float32"):
+        kinds = f"experts_{dtype},dense_{dtype}"
+        found[f"tokens_{dtype}"] = part(f"--part tokens --kinds {kinds} {ends}", 120)
+    return found
 
 
 def table(report):
@@ -531,16 +672,26 @@ def main() -> int:
     parser.add_argument("--commit", help="where the checkout has no git")
     for name, value in (("part", None), ("model", LARGE)):
         parser.add_argument(f"--{name}", default=value, help=argparse.SUPPRESS)
-    sizes = {"context": 512, "block": 32, "steps": 200, "repeats": 5, "tokens": 32, "slots": 64}
-    for name, value in (sizes | {"seconds": 300}).items():
+    sizes = {"context": 512, "block": 32, "steps": 200, "repeats": 5, "tokens": 32, "slots": 4}
+    for name, value in (sizes | {"seconds": 300, "texts": 64}).items():
         parser.add_argument(f"--{name}", type=int, default=value, help=argparse.SUPPRESS)
     parser.add_argument("--only-several", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--forms", default=",".join(FORMS), help="of a step on several devices")
-    kinds = ",".join(KINDS)
-    parser.add_argument("--kinds", default=kinds, help=f"whose tokens are compared, of {kinds}")
+    parser.add_argument("--profile", help=argparse.SUPPRESS)
+    parser.add_argument("--forms", default="kernel,xla", help=argparse.SUPPRESS)
+    parser.add_argument("--kinds", default=",".join(KINDS), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--adds",
+        choices=["kernel", "one_hop", "xla"],
+        default="kernel",
+        help="how the engine adds up",
+    )
     args = parser.parse_args()
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     enable_async_dispatch()  # before anyone looks for devices
+    if args.adds == "xla":
+        exchange.made = lambda split: None
+    if args.adds == "one_hop":
+        mosaic_reduce.is_in_halves = lambda *_: False
     args.devices_text = args.devices
     args.devices = [int(number) for number in args.devices.split(",")]
     if args.part == "replica":

@@ -21,7 +21,7 @@ from dllm_jax.models.architecture import Architecture
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.family_table import FamilyDefaults
 from dllm_jax.models.quantization import is_quantized, shapes_like
-from dllm_jax.models.sharding import Split, partitioned
+from dllm_jax.models.sharding import Exchange, Split, partitioned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Model(struct.PyTreeNode):
         split: The devices that share the weights; None: one has them all.
         kv_scales: Of each layer, what keys and what values of each head are divided by before
             they are rounded to 8 bits; None: they are cached in the type of the weights.
+        exchange: Of an engine's devices; None: XLA alone adds up what they have.
     """
 
     params: Any
@@ -72,6 +73,7 @@ class Model(struct.PyTreeNode):
     tokenizer_source: TokenizerSource | None = struct.field(pytree_node=False, default=None)
     split: Split | None = struct.field(pytree_node=False, default=None)
     kv_scales: tuple[Float[Array, "2 G"], ...] | None = None
+    exchange: Exchange | None = None
 
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(self.params)

@@ -22,6 +22,8 @@ from dllm_jax.kernels.layer import (
     LayerOps,
     add_rms_norm,
     qkv_matmul,
+    reduced_rms_norm,
+    reduces,
     rotate_qkv,
     split_matmul,
     takes_groups,
@@ -227,6 +229,7 @@ def trunk(
     ffn: FeedForward = mlp,
     given: tuple[Any, ...] = (),
     ops: LayerOps = PLAIN,
+    peers: Array | None = None,
 ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], ...]]:
     """Run the layers.
 
@@ -240,6 +243,7 @@ def trunk(
         given: Arrays that `ffn` takes beside.
         ops: Back ends of what stands between products and attention, of which only "xla" has
             gradients, and the devices that share the weights.
+        peers: See `sharding.total`.
 
     Returns:
         The rows after the final norm, and the residual streams asked for, in that order.
@@ -258,7 +262,7 @@ def trunk(
         out = attend(i, *qkv, **_in_groups(layer, cfg, qkv[0], ops))
         is_quantized = isinstance(readers[i], Fp8Matrix)
         how = {"cfg": cfg, "ffn": ffn, "ops": ops, "is_quantized": is_quantized}
-        x, normed = _behind(layer, x, out, after[i], given, **how)
+        x, normed = _behind(layer, x, out, after[i], given, peers, **how)
         streams[i + 1] = x
     return normed, tuple(streams[j] for j in hidden_layers)
 
@@ -306,6 +310,7 @@ def _behind(
     out: Array | Fp8Groups,
     scale: Array,
     given: tuple[Any, ...],
+    peers: Array | None,
     *,
     cfg: DenseConfig,
     ffn: FeedForward,
@@ -315,6 +320,8 @@ def _behind(
     """The residual stream behind a layer, and its norm; `out` is what attention gave."""
 
     def add(x: Array, y: Any, scale: Array, is_quantized: bool) -> tuple[Array, Any]:
+        if peers is not None and reduces(x):
+            return reduced_rms_norm(x, y, scale, cfg.norm_eps, peers, is_quantized=is_quantized)
         return add_rms_norm(
             x,
             y if isinstance(y, tuple) else total(y, x, ops.axis),

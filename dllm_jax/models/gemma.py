@@ -175,6 +175,7 @@ def trunk(
     mode: Int[Array, " B"] | Int[Array, "B T"] | None = None,
     live: Bool[Array, "B T"] | None = None,
     ops: LayerOps = PLAIN,
+    peers: Array | None = None,
 ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], ...]]:
     """Run the layers; see `dense.trunk`.
 
@@ -201,7 +202,7 @@ def trunk(
         how: Any = {"cfg": cfg, "ops": ops}
         out = attend(i, *_before(layer, rows, *tables[cfg.sliding[i]], dtype=x.dtype, **how))
         how["is_quantized"] = isinstance(readers[i], Fp8Matrix)
-        x, rows = _behind(layer, x, out, firsts[i + 1], is_decoder, live, **how)
+        x, rows = _behind(layer, x, out, firsts[i + 1], is_decoder, live, peers, **how)
         streams[i + 1] = x
     return rows, tuple(streams[j] for j in hidden_layers)
 
@@ -241,6 +242,7 @@ def _behind(
     scale: Array,
     is_decoder: Array,
     live: Array | None,
+    peers: Array | None,
     *,
     is_quantized: bool,
     cfg: GemmaConfig,
@@ -263,7 +265,7 @@ def _behind(
         rows = quantize_rows(rows)
     added = _matmul(rows, wo, x.dtype, ops.axis)
     if ops.axis is not None:
-        added = total(fp8.rounded(added, x.dtype), x, ops.axis)
+        added = total(fp8.rounded(added, x.dtype), x, ops.axis, peers)
     following = layer["mlp_norm"], layer["pre_experts_norm"]
     is_small = isinstance(layer["w_gate_up"], Fp8Matrix)
     branches = ((added, layer["post_attn_norm"]),)
@@ -273,7 +275,7 @@ def _behind(
     if ops.axis is not None:  # both in one sum, before their norms
         assert isinstance(routed, jax.Array)
         both = jnp.stack([fp8.rounded(plain, x.dtype), routed])
-        plain, routed = total(both, both, ops.axis)
+        plain, routed = total(both, both, ops.axis, peers)
     x, (rows,) = sandwich(
         x,
         ((plain, layer["post_mlp_norm"]), (routed, layer["post_experts_norm"])),

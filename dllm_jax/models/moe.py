@@ -105,6 +105,7 @@ def trunk(
     *,
     live: Bool[Array, "B T"] | None = None,
     ops: LayerOps = PLAIN,
+    peers: Array | None = None,
 ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], ...]]:
     """Run the layers; see `dense.trunk`.
 
@@ -112,7 +113,7 @@ def trunk(
         live: Rows that belong to a text; the others go to no expert and have no say in what a
             routing block may use. None: all.
     """
-    how = {"ffn": _ffn, "given": (positions, live), "ops": ops}
+    how = {"ffn": _ffn, "given": (positions, live), "ops": ops, "peers": peers}
     return dense.trunk(params, cfg, x, positions, attend, hidden_layers, **how)
 
 

@@ -8,14 +8,15 @@ sums (`total`).
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
+from dllm_jax.kernels.layer import reduces, reduction
 from dllm_jax.models.layers import gate_up_shape
 
 # The axis of a leaf that is split, by its name; every other leaf is whole on every device. Split
@@ -35,6 +36,8 @@ AXES = {
     "experts_gate_up": 0,  # [E D 2 F]
     "experts_down": 0,
     "kv_scales": 1,  # of a `Model`, [2 G]
+    "peers": 0,  # of an `Exchange`
+    "inbox": 0,
 }
 _PARTS = ("values", "scales")  # of a matrix, or a head, in 8 bits
 
@@ -277,14 +280,31 @@ def as_split(mesh: Mesh | Split) -> Split:
     return Split(mesh, axis=mesh.axis_names[0])
 
 
-def total(y: Array, rows: Float[Array, "*M D"], axis: str | None) -> Array:
+class Exchange(NamedTuple):
+    """Memory through which the devices of one host add up what each has of a sum.
+
+    Attributes:
+        peers: What kernels are told: where each device's inbox is.
+        inbox: What the others send to a device; kernels alone read and write it.
+    """
+
+    peers: Int32[Array, "devices words"]
+    inbox: Int32[Array, "devices size"]
+
+
+def total(
+    y: Array, rows: Float[Array, "*M D"], axis: str | None, peers: Array | None = None
+) -> Array:
     """The sum over devices of what each has of it; without an axis, `y` as it is.
 
     Args:
         y: Rows like `rows`, or parts of them as `split_matmul` leaves, which are added first.
+        peers: Of an `Exchange`; None: XLA adds them up.
     """
     if axis is None:
         return y
+    if peers is not None and reduces(rows):
+        return reduction(y, rows, peers)
     y = jnp.sum(y, axis=0) if y.ndim > rows.ndim else y
     return jax.lax.psum(y.astype(rows.dtype), axis)
 

@@ -163,6 +163,8 @@ class ModelForward:
             more["live"] = _between(cell, edges)
         if arch.takes_ops:
             more["ops"] = LayerOps(axis=self.axis, attends_in_groups=self.axis is None)
+            if self.model.exchange is not None:
+                more["peers"] = self.model.exchange.peers
         rows, taps = arch.trunk(
             self.model.params, self.model.config, x, positions, attend, hidden_layers, **more
         )

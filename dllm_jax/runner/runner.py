@@ -30,6 +30,7 @@ from dllm_jax.loading.model import Model
 from dllm_jax.runner import decode as decoding
 from dllm_jax.runner import (
     elsewhere,
+    exchange,
     grammars,
     hosts,
     labels,
@@ -176,6 +177,9 @@ class ModelRunner:
     ):
         for network in (model, *aux.values()):
             _check_placed(network)
+        shared = exchange.made(model.split)
+        model, *others = (one.replace(exchange=shared) for one in (model, *aux.values()))
+        aux = dict(zip(aux, others, strict=True))
         self.layout = layout
         self.memory: memory.MemoryPlan | None = None
         self.is_profiled = False
@@ -191,7 +195,9 @@ class ModelRunner:
             implementation=implementation,
         )
         # For programs that read no weights: a call looks at each of its arrays.
-        self._weightless = self._programs.replace(model=model.replace(params={}), aux={})
+        self._weightless = self._programs.replace(
+            model=model.replace(params={}, exchange=None), aux={}
+        )
         self._home = _home(self._programs)
         self._make_state = programs.make_state
         if self._home is not None:

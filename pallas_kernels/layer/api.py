@@ -18,7 +18,17 @@ from jaxtyping import Array, Bool, Float
 from .. import dispatch
 from ..activation import Activation
 from ..dispatch import BackEnd
-from . import fp8, mosaic, mosaic_gate, mosaic_heads, mosaic_many, mosaic_rotate, reference, triton
+from . import (
+    fp8,
+    mosaic,
+    mosaic_gate,
+    mosaic_heads,
+    mosaic_many,
+    mosaic_reduce,
+    mosaic_rotate,
+    reference,
+    triton,
+)
 from .fp8 import Fp8Groups, Fp8Matrix, Fp8Rows, Fp8Sums
 from .routed import RoutedRows
 
@@ -121,6 +131,35 @@ def takes_routed(
         return False
     is_few = not is_plain or _num_rows(x) <= MOSAIC_ROWS
     return is_few and not (mosaic.unsupported(x) or fits(x))
+
+
+def reduces(x: Float[Array, "*M D"]) -> bool:
+    """Whether `reduction` and `reduced_rms_norm` add up such rows."""
+    return mosaic_reduce.unsupported(x) is None
+
+
+def reduction(y: Array, x: Float[Array, "*M D"], peers: Array) -> Float[Array, "*M D"]:
+    """The sum over the devices of a host, in the dtype of `x`; see `mosaic_reduce`.
+
+    Args:
+        y: What this device has of it, as in `add_rms_norm`.
+        x: Rows of the shape and type of the sum.
+        peers: Of this device, `mosaic_reduce.peers`.
+    """
+    return mosaic_reduce.total(y, x, peers)
+
+
+def reduced_rms_norm(
+    x: Float[Array, "*M D"],
+    y: Float[Array, "*M D"] | Float[Array, "X *M D"],
+    scale: Float[Array, " D"],
+    eps: float,
+    peers: Array,
+    *,
+    is_quantized: bool = False,
+) -> tuple[Float[Array, "*M D"], Float[Array, "*M D"] | Fp8Rows]:
+    """`add_rms_norm` of the sum over the devices of their `y`, each rounded to the type of `x`."""
+    return mosaic_reduce.add_rms_norm(x, y, scale, eps, peers, is_quantized=is_quantized)
 
 
 def _plain_norm(

@@ -26,8 +26,8 @@ from dllm_jax.api import generate as api
 from dllm_jax.cli import main
 from dllm_jax.loading.load import place
 from dllm_jax.models import dense, moe
-from dllm_jax.models.sharding import over_devices
-from dllm_jax.runner import forward, warmup
+from dllm_jax.models.sharding import Exchange, over_devices, total
+from dllm_jax.runner import exchange, forward, warmup
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies import DFlash, DiffusionGemma, MultiBD
 from dllm_jax.strategies.core.sampling import Shard
@@ -252,9 +252,37 @@ def texts(llm):
     ]
 
 
-@pytest.mark.parametrize(("kind", "parts"), [("plain", 2), ("experts", 4)])
-def test_an_engine_over_devices_gives_the_texts_of_one(kind, parts):
+def with_kernels(monkeypatch):
+    """An engine whose devices have an exchange, and the sums that a kernel would have made.
+
+    On a CPU a double stands for the kernel: it adds what XLA does, if it is told which device it
+    is on, as the kernel is told where the inboxes are.
+    """
+    made = []
+
+    def exchange_of(split):
+        numbers = jnp.arange(split.num_parts, dtype=jnp.int32)[:, None]
+        where = split.sharding(split.axis)
+        return Exchange(jax.device_put(numbers, where), jax.device_put(numbers, where))
+
+    def reduced(x, y, scale, eps, peers, *, is_quantized):
+        made.append(x.shape)
+        wrong = peers[0, 0] - jax.lax.axis_index("tp")
+        y = jnp.where(wrong == 0, y, jnp.nan)
+        return dense.add_rms_norm(x, total(y, x, "tp"), scale, eps, is_quantized=is_quantized)
+
+    monkeypatch.setattr(exchange, "made", lambda split: split and exchange_of(split))
+    monkeypatch.setattr(dense, "reduces", lambda x: x.shape[1] > 1)
+    monkeypatch.setattr(dense, "reduced_rms_norm", reduced)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts", "by_kernel"), [("plain", 2, False), ("experts", 4, True)]
+)
+def test_an_engine_over_devices_gives_the_texts_of_one(kind, parts, by_kernel, monkeypatch):
     one = dj.LLM(KINDS[kind](), config=CONFIG)
+    sums = with_kernels(monkeypatch) if by_kernel else []
     many = dj.LLM(KINDS[kind](), config=CONFIG, tensor_parallel_size=parts)
     compiles = []
 
@@ -266,6 +294,7 @@ def test_an_engine_over_devices_gives_the_texts_of_one(kind, parts):
         found = texts(many)
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
+    assert bool(sums) == by_kernel
     assert compiles == [], "a program was compiled after warm-up"
     assert found == texts(one)
     stats = many.engine.stats()
