@@ -503,7 +503,7 @@ def weighted(results, place, weights, row, layout):
 
 def _add_rms_norm(x, scale, *refs, groups, eps):
     """One row, by one warpgroup."""
-    given, (total, normed, *scales) = refs[: sum(groups)], refs[sum(groups) :]
+    given, out = refs[: sum(groups)], refs[sum(groups) :]
     row, (_, D) = jax.lax.axis_index("row"), x.shape
     layout = plgpu.Layout.WG_STRIDED((D,), vec_size=_VECTOR)
 
@@ -519,11 +519,17 @@ def _add_rms_norm(x, scale, *refs, groups, eps):
         else:
             addends += [load(own[0].at[i, row]) for i in range(own[0].shape[0])]
     kept = (load(x.at[row]) + functools.reduce(jnp.add, addends)).astype(x.dtype)
+    store_normed(kept, load(scale), row, out, eps)
+
+
+def store_normed(kept, scale, row, out, eps):
+    """Store a row and its norm, which is in 8 bits where `out` has a third reference, of scales."""
+    total, normed, *scales = out
     total[row] = kept
-    kept = kept.astype(jnp.float32)
-    factor = jax.lax.rsqrt(jnp.sum(kept * kept) / D + eps)
-    scaled, by = (each.astype(x.dtype).astype(jnp.float32) for each in (kept * factor, load(scale)))
-    rounded = (scaled * by).astype(x.dtype)
+    dtype, kept = kept.dtype, kept.astype(jnp.float32)
+    factor = jax.lax.rsqrt(jnp.sum(kept * kept) / len(kept) + eps)
+    scaled, by = (each.astype(dtype).astype(jnp.float32) for each in (kept * factor, scale))
+    rounded = (scaled * by).astype(dtype)
     if not scales:
         normed[row] = rounded
         return

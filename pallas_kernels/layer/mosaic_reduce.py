@@ -27,7 +27,8 @@ from jaxtyping import Array, Int32
 
 from .. import hopper
 from .fp8 import DTYPE as FP8
-from .fp8 import Fp8Rows, factors_of
+from .fp8 import Fp8Rows
+from .mosaic import store_normed
 
 _THREADS, _VECTOR_BYTES = 128, 16  # of a warpgroup, and what one of them stores at once
 BLOCKS = 128  # at once on a device's 132 multiprocessors: a block waits for that of the same number
@@ -360,17 +361,6 @@ def reduce_rows(
         if len(refs) == 1:
             out[row] = total.astype(out.dtype)
             continue
-        x, scale, _, normed, *scales = refs
+        x, scale, *stored = refs
         kept = (load(x.at[row]) + total).astype(x.dtype)
-        out[row] = kept
-        kept = kept.astype(jnp.float32)
-        factor = jax.lax.rsqrt(jnp.sum(kept * kept) / D + eps)
-        scaled = (kept * factor).astype(x.dtype).astype(jnp.float32)
-        rounded = (scaled * load(scale)).astype(x.dtype)
-        if not scales:
-            normed[row] = rounded
-            continue
-        rounded = rounded.astype(jnp.float32)
-        factor, unit = factors_of(jnp.max(jnp.abs(rounded)))
-        normed[row] = (rounded * factor).astype(FP8)
-        scales[0][row] = unit
+        store_normed(kept, load(scale), row, stored, eps)
