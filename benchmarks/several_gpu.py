@@ -51,7 +51,7 @@ import dllm_jax as dj
 from dllm_jax.bench import measure
 from dllm_jax.bench.numbers import environment
 from dllm_jax.bench.step import Shape, step_strategy
-from dllm_jax.kernels.layer import add_rms_norm, mosaic_reduce, reduced_rms_norm
+from dllm_jax.kernels.layer import add_rms_norm, reduced_rms_norm
 from dllm_jax.loading.jax_settings import enable_async_dispatch
 from dllm_jax.models import reference
 from dllm_jax.models.published import PUBLISHED
@@ -177,15 +177,12 @@ def _digests(state):
 
 def sums(args, rows):
     """Reductions by the kernel and by XLA on arrays whose sums are exact in any order."""
-    usual = mosaic_reduce.is_in_halves
-    for hops in (1, 2):
-        mosaic_reduce.is_in_halves = usual if hops == 2 else lambda *_: False
-        for count in args.devices:
-            if count > hops:
-                rows.guard(f"sums on {count}, {hops} hops", _sums, args, rows, count, hops)
+    for count in args.devices:
+        if count > 1:
+            rows.guard(f"sums on {count}", _sums, args, rows, count)
 
 
-def _sums(args, rows, count, hops):
+def _sums(args, rows, count):
     split = over_devices(count)
     shared = exchange.made(split)
     if shared is None:
@@ -202,7 +199,7 @@ def _sums(args, rows, count, hops):
 
     def both(peers, x, y, scale):
         mine, y = total(y[0], x, split.axis, peers), y[0]
-        pairs = zip(
+        pairs: Any = zip(
             (*by_kernel(peers, x, y, scale), mine),
             (*by_xla(peers, x, y, scale), total(y, x, split.axis)),
             strict=True,
@@ -216,7 +213,7 @@ def _sums(args, rows, count, hops):
         ((128, 4096), 3, "bfloat16"),
         ((256, 2048), 1, "bfloat16"),
         ((128, 4096), 1, "float32"),
-    )[: 3 if hops == 2 or count == 2 else 1]:
+    ):
         worst = []
         for _ in range(4):
             x = jnp.asarray(draw.integers(-4, 5, (M, D)), kind)
@@ -224,12 +221,12 @@ def _sums(args, rows, count, hops):
             y = y[:, 0] if X == 1 else y
             scale = jnp.asarray(draw.integers(1, 3, D), kind)
             worst.append(np.asarray(check(shared.peers, x, y, scale)).max(axis=0))
-        facts = {"devices": count, "hops": hops, "rows": [M, D], "parts": X, "dtype": kind}
+        facts = {"devices": count, "rows": [M, D], "parts": X, "dtype": kind}
         # Of the new residual, its norm, and the sum alone; the largest of all devices.
         rows.add(**facts, worst=[float(each) for each in np.max(worst, axis=0)])
 
     x, scale = jnp.ones((128, 4096), jnp.bfloat16), jnp.ones(4096, jnp.bfloat16)
-    for name, form in (("kernel", by_kernel), ("xla", by_xla))[: hops if count > 2 else 2]:
+    for name, form in (("kernel", by_kernel), ("xla", by_xla)):
 
         def body(peers, x, scale, form=form):
             def step(_, x):
@@ -249,7 +246,7 @@ def _sums(args, rows, count, hops):
             began = time.perf_counter()
             jax.block_until_ready(chain(*given))
             times.append((time.perf_counter() - began) / 720 * 1e6)
-        rows.add(devices=count, hops=hops, form=name, us_a_launch=sorted(times)[2])
+        rows.add(devices=count, form=name, us_a_launch=sorted(times)[2])
 
 
 # --- steps ---------------------------------------------------------------------------------------
@@ -681,17 +678,17 @@ def main() -> int:
     parser.add_argument("--kinds", default=",".join(KINDS), help=argparse.SUPPRESS)
     parser.add_argument(
         "--adds",
-        choices=["kernel", "one_hop", "xla"],
-        default="kernel",
-        help="how the engine adds up",
+        choices=["usual", "kernel", "xla"],
+        default="usual",
+        help="how the engine adds up; kernel: on any number of devices",
     )
     args = parser.parse_args()
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     enable_async_dispatch()  # before anyone looks for devices
     if args.adds == "xla":
         exchange.made = lambda split: None
-    if args.adds == "one_hop":
-        mosaic_reduce.is_in_halves = lambda *_: False
+    if args.adds == "kernel":
+        exchange.MOST_DEVICES = 8
     args.devices_text = args.devices
     args.devices = [int(number) for number in args.devices.split(",")]
     if args.part == "replica":

@@ -91,43 +91,14 @@ def exchange(peers: Any, own: list[Array], block: Array, num_devices: int) -> li
     return run(peers, block, *own)
 
 
-def is_in_halves(num_devices: int, vectors: int) -> bool:
-    """Whether a device sums up a share of the columns for all, not all columns for itself.
-
-    Fewer bytes cross then, in two hops; between two devices they are as many.
-
-    Args:
-        vectors: Of a row, in a thread.
-    """
-    return num_devices > 2 and vectors % num_devices == 0
-
-
 def _exchange(_, peers, block, *own, num_devices):
     """The code of `exchange`, for a warpgroup."""
     size = own[0].registers.size  # vectors of a row in a thread
-    link, kind = _Link(peers, block, num_devices), own[0].registers[0].type
-    if is_in_halves(num_devices, size):
-        share = size // num_devices
-        count = share * len(own)
-        for device in range(num_devices):
-            columns = slice(device * share, (device + 1) * share)
-            link.send(device, 0, [one for row in own for one in row.registers[columns]])
-        link.clear()
-        mine = _added(link.receive(0, count, kind)).astype(own[0].mlir_dtype)
-        for device in range(num_devices):
-            link.send(device, count, list(mine.registers))
-        parts = link.receive(count, count, kind)
-        link.end(2 * count)
-        rows = [
-            [one for part in parts for one in part[i * share : (i + 1) * share]]
-            for i in range(len(own))
-        ]
-        return [_added([row]) for row in rows]
-    count = size * len(own)
+    link, count = _Link(peers, block, num_devices), size * len(own)
     for device in range(num_devices):
-        link.send(device, 0, [one for row in own for one in row.registers])
+        link.send(device, [one for row in own for one in row.registers])
     link.clear()
-    parts = link.receive(0, count, kind)
+    parts = link.receive(count, own[0].registers[0].type)
     link.end(count)
     return [_added([part[i * size : (i + 1) * size] for part in parts]) for i in range(len(own))]
 
@@ -172,8 +143,8 @@ class _Link:
         number = arith.addi(self._times(number, BLOCKS), self._block)
         return arith.addi(self._times(number, SLICE_BYTES), mgpu.c(_HEADER_BYTES, self._i64))
 
-    def send(self, device, first, vectors):
-        """Store vectors in a device's inbox, behind the `first` ones of this thread."""
+    def send(self, device, vectors):
+        """Store vectors in a device's inbox."""
         four, words = ir.VectorType.get((4,), self._i32), []
         for one in vectors:
             one = vector.bitcast(four, one)
@@ -186,7 +157,7 @@ class _Link:
             some, text = words[i : i + 16], ""
             for j in range(0, len(some), 4):
                 names = ", ".join(f"${j + k}" for k in range(1, 5))
-                offset = (first + (i + j) // 4) * _THREADS * _VECTOR_BYTES
+                offset = (i + j) // 4 * _THREADS * _VECTOR_BYTES
                 text += f"st.relaxed.sys.global.v4.b32 [$0+{offset}], {{{names}}}; "
             _asm(text, "l" + ",r" * len(some), [to, *some], 0)
 
@@ -207,7 +178,7 @@ class _Link:
                 _asm(text, "l,r", [arith.addi(first, at), nothing], 0)
             scf.yield_([])
 
-    def receive(self, first, count, kind):
+    def receive(self, count, kind):
         """`count` vectors from each device, once they are there."""
         froms = [
             arith.addi(
@@ -216,9 +187,7 @@ class _Link:
             for device in self._devices
         ]
         places = [
-            (address, (first + i) * _THREADS * _VECTOR_BYTES)
-            for address in froms
-            for i in range(count)
+            (address, i * _THREADS * _VECTOR_BYTES) for address in froms for i in range(count)
         ]
         four, vectors = ir.VectorType.get((4,), self._i32), []
         for i in range(0, len(places), _MOST_AWAITED):
