@@ -290,7 +290,7 @@ def _steps(args, rows, counts, texts):
             rows.guard(
                 f"{count} devices, {name}",
                 _form,
-                *(args, rows, llm, given, texts),
+                *(args, rows, llm, given, texts, form.compiled.as_text() or ""),
                 {"devices": count, "form": name},
             )
     for llm in llms:
@@ -318,17 +318,17 @@ class Form:
         table = np.full((slots, columns), -1, np.int32)
         call = self.runner.decode_call(np.arange(slots, dtype=np.int32), slots, table, 2, False)
         call = dataclasses.replace(call, program=self.program, programs=self.programs)
-        self.text = self.runner.lower(call).compile().as_text() or ""
+        self.key, self.compiled = call.key, self.runner.lower(call).compile()
 
     def __enter__(self):
-        self.usual = programs.decode, self.runner._programs
-        programs.decode, self.runner._programs = self.program, self.programs
+        self.usual = self.runner.compiled[self.key], self.runner._programs
+        self.runner.compiled[self.key], self.runner._programs = self.compiled, self.programs
 
     def __exit__(self, *_):
-        programs.decode, self.runner._programs = self.usual
+        self.runner.compiled[self.key], self.runner._programs = self.usual
 
 
-def _form(args, rows, llm, given, texts, row):
+def _form(args, rows, llm, given, texts, program, row):
     text = 2 * (32 + measure.FEW_STEPS) + 8 * args.block
     bucket = llm.engine.layout.slot_buckets[-1], llm.engine.layout.page_buckets[-1]
     first = llm.engine.stats().num_steps
@@ -341,7 +341,6 @@ def _form(args, rows, llm, given, texts, row):
     wanted = texts[0]
     same = sum(a == b for a, b in zip(found, wanted, strict=False)) / len(wanted)
     rows.add(**row, bare_ms=bare_ms, same_tokens=same)
-    program = measure.decode_program(llm.engine, *bucket)
     half = [dataclasses.replace(one, max_nfe=args.steps // 2) for one in given[1]]
     walls, halves, alike, steps = [], [], True, 0
     for _ in range(args.repeats):
