@@ -90,5 +90,7 @@ def test_the_clone_runs_its_own_code(clone):
     """Or the test above would prove nothing."""
     code = "import dllm_jax; print(dllm_jax.__file__)"
     python = clone / ".venv" / "bin" / "python"
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, cwd="/", check=True)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    how = {"capture_output": True, "text": True, "cwd": "/", "check": True}
+    done = subprocess.run([python, "-c", code], env=env, **how)
     assert Path(done.stdout.strip()).is_relative_to(clone), sys.executable
