@@ -4,6 +4,7 @@ Data flow: what the user writes -> `Request`s -> an inbox of the engine -> outpu
 the prompts.
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -500,8 +501,6 @@ class LLM:
         use_tqdm: bool,
         trajectory: bool = False,
     ) -> list[RequestOutput]:
-        from tqdm import tqdm
-
         outputs: list[RequestOutput | None] = [None] * len(prompts)
         where: dict[str, int] = {}
         refusals: list[BaseException] = []
@@ -516,13 +515,21 @@ class LLM:
                     outputs[i] = _refused(prompt, one, error)
             if refusals and not where:
                 raise refusals[0]
-            hidden = None if use_tqdm else True  # None: shown on a terminal
-            with tqdm(total=len(prompts), unit="prompt", leave=False, disable=hidden) as bar:
-                bar.update(len(refusals))
+            with _progress_bar(len(prompts)) if use_tqdm else contextlib.nullcontext() as bar:
+                if bar is not None:
+                    bar.update(len(refusals))
                 for output in _with_trajectories(inbox) if trajectory else inbox:
                     outputs[where[output.request_id]] = output
-                    bar.update()
+                    if bar is not None:
+                        bar.update()
         return outputs  # type: ignore[return-value]
+
+
+def _progress_bar(count: int) -> Any:
+    """A bar of prompts that are done, on a terminal."""
+    from tqdm import tqdm
+
+    return tqdm(total=count, unit="prompt", leave=False, disable=None)
 
 
 def _with_trajectories(inbox: Iterable[RequestOutput]) -> Iterator[RequestOutput]:

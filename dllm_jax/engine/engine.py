@@ -253,7 +253,6 @@ class Engine:
         if scheduler.has_waiting:
             for sequence in scheduler.admit():
                 self._place(sequence)
-            self.runner.flush()  # beside the planning of the steps
         decoding = scheduler.decoding()
         steps = num_steps(self._step_s, scheduler, decoding, cost, **how)
         last_pass = None

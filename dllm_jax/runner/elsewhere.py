@@ -67,22 +67,22 @@ class Exported:
 
 def export(call: Call, state: Any) -> Exported | None:
     """A call's program, traced and lowered; None where it is not one that can be exported."""
-    given = call.part(state)
+    args, static = call.given(state)
     allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in _TARGETS]
     platform = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
     exporting = jax.export.export(call.program, platforms=(platform,), disabled_checks=allowed)
     try:
-        made = exporting(call.programs, given, *call.args, **call.static)
+        made = exporting(*args, **static)
     except ValueError:  # it calls what may change between versions, and may not be kept
         return None
     fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
-    first = len(jax.tree.leaves(call.programs))
+    first = len(args[0])
     options = programs.OPTIONS.get(call.program, {})
     if platform == "cuda":
         options = options | {"xla_gpu_autotune_level": 0}
     asked = Asked(
         {name: value for name, value in fields.items() if name not in _TREES},
-        range(first, first + len(jax.tree.leaves(given))),
+        range(first, first + len(args[1])),
         options,
     )
     return Exported(asked, made.in_tree, made.out_tree)

@@ -8,7 +8,7 @@ decoding changes of a slot, but for what stays on the device until the host need
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -55,11 +55,12 @@ class Fields:
             count: Rows.
             values: A number, or an array whose last axis runs along the part from its first word.
         """
-        arrays = {name: np.atleast_1d(value) for name, value in values.items()}
-        ends = [self.at(name) + array.shape[-1] for name, array in arrays.items()]
+        shapes = [getattr(value, "shape", ()) for value in values.values()]
+        firsts = [self.at(name) for name in values]
+        ends = [at + (shape[-1] if shape else 1) for at, shape in zip(firsts, shapes, strict=True)]
         rows = np.zeros((count, max(self.size, *ends)), np.int32)
-        for (name, array), end in zip(arrays.items(), ends, strict=True):
-            rows[:, self.at(name) : end] = array
+        for at, end, value in zip(firsts, ends, values.values(), strict=True):
+            rows[:, at:end] = value
         return rows
 
 
@@ -105,27 +106,28 @@ def pack_request(
     placement: Placement, window: int, knobs: tuple[str, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
     """A placement as `request_fields` and `float_fields`."""
-    given = np.full((window,), -1, np.int32)
-    first = len(placement.tail)  # the window begins with what of the prompt is not prefilled
-    given[first : first + len(placement.given)] = placement.given[: window - first]
-    stop_ids = np.full((STOP_WIDTH,), -1, np.int32)
-    stop_ids[: len(placement.stop_ids)] = placement.stop_ids
-    ints = request_fields(window).pack(
-        1,
-        prompt_len=placement.prompt_len,
-        limit=placement.limit,
-        top_k=placement.top_k,
-        max_nfe=placement.max_nfe,
-        max_run=placement.max_run,
-        seed=np.array([placement.seed], np.uint32).view(np.int32),
-        fold=placement.fold,
-        stop_ids=stop_ids,
-        tail=np.asarray(placement.tail, np.int32),
-        given=given,
-    )
+    fields, tail, seed = request_fields(window), placement.tail, placement.seed
+    ints = np.full((fields.size,), -1, np.int32)  # no stop id, nothing given
+    numbers = {
+        "prompt_len": placement.prompt_len,
+        "limit": placement.limit,
+        "top_k": placement.top_k,
+        "max_nfe": placement.max_nfe,
+        "max_run": placement.max_run,
+        "seed": seed - 2**32 if seed >= 2**31 else seed,  # its bits
+        "fold": placement.fold,
+    }
+    for name, number in numbers.items():
+        ints[fields.at(name)] = number
+    given = placement.given[: window - len(tail)]  # behind what of the prompt is not prefilled
+    behind = tail + (0,) * (window - len(tail))
+    parts = {"stop_ids": (0, placement.stop_ids), "tail": (0, behind), "given": (len(tail), given)}
+    for name, (first, ids) in parts.items():
+        at = fields.at(name) + first
+        ints[at : at + len(ids)] = ids
     values = [placement.knobs[name] for name in knobs]
     floats = np.array([placement.temperature, placement.top_p, *values], np.float32)
-    return ints[0], floats
+    return ints, floats
 
 
 # --- slots --------------------------------------------------------------------------------------
@@ -212,12 +214,14 @@ def host_unpack(words: np.ndarray, layout: SlotLayout) -> Any:
     return jax.tree.unflatten(layout.tree, leaves)
 
 
-def slot_leaf(words: np.ndarray, layout: SlotLayout, name: str) -> np.ndarray | None:
-    """One of a strategy's own `slot` leaves; None if it has none of that name."""
-    numbered = jax.tree.unflatten(layout.tree, range(len(layout.leaves)))
-    number = numbered["carry"].slot.get(name)
-    if number is None:
-        return None
+def slot_leaves(layout: SlotLayout, names: Sequence[str]) -> list[int] | None:
+    """The numbers of some of a strategy's own `slot` leaves; None if it lacks one."""
+    slot = jax.tree.unflatten(layout.tree, range(len(layout.leaves)))["carry"].slot
+    return [slot[name] for name in names] if slot.keys() >= set(names) else None
+
+
+def host_leaf(words: np.ndarray, layout: SlotLayout, number: int) -> np.ndarray:
+    """A leaf of a slot, on the host."""
     offset, size, shape, dtype = layout.leaves[number]
     return _host_leaf(words[offset : offset + size], dtype).reshape(shape)
 

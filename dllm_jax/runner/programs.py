@@ -1,9 +1,10 @@
 """The programs of the engine: pure functions over one donated state, compiled by bucket sizes.
 
 `admit` puts a fresh request into its slot, `prefill` computes one piece of its prefix, `begin` lets
-it decode without one, `decode` gathers a bucket of slots, steps them and scatters them back,
-`restore` puts a fetched slot back, `copy_page` makes a private copy. Slot leaves are kept at
-`max_num_seqs`, pools never move, and the page table is an argument: the host owns it.
+it decode without one. `decode` admits fresh requests too, gathers a bucket of slots, steps them and
+scatters them back. `restore` puts a fetched slot back, `copy_page` makes a private copy. Slot
+leaves are kept at `max_num_seqs`, pools never move, and the page table is an argument: the host
+owns it.
 """
 
 import dataclasses
@@ -63,6 +64,7 @@ class Call:
         args: Arrays, or futures of them.
         static: Keywords that are part of the compiled program.
         bound: The program takes the grammars of the slots with the state.
+        weights: The leaves of `programs`, where they are at hand.
     """
 
     key: tuple[Any, ...]
@@ -71,18 +73,30 @@ class Call:
     args: tuple[Any, ...]
     static: dict[str, Any] = dataclasses.field(default_factory=dict)
     bound: bool = False
+    weights: list[Any] | None = None
 
     def part(self, state: DecodeState) -> DecodeState:
         """What the program takes of the state: a call looks at each array, and most are pools."""
         return state.replace(pools=None) if self.program in (admit, restore) else state
 
+    def given(self, state: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments and keywords to lower the program from; the state's shapes are enough."""
+        weights, of_programs = jax.tree.flatten(self.programs)
+        slots, of_state = jax.tree.flatten(self.part(state))
+        static = self.static | {"trees": (of_programs, of_state)}
+        return (weights, slots, *self.args), static
+
     def run(self, compiled: jax.stages.Compiled, part: DecodeState) -> tuple[DecodeState, Any]:
         """Call the compiled program."""
-        return compiled(self.programs, part, *self.args)
+        weights = jax.tree.leaves(self.programs) if self.weights is None else self.weights
+        slots, tree = jax.tree.flatten(part)
+        new, rest = compiled(weights, slots, *self.args)
+        return jax.tree.unflatten(tree, new), rest
 
     def lower(self, state: Any) -> jax.stages.Lowered:
         """The lowered program; the state's shapes are enough."""
-        return self.program.lower(self.programs, self.part(state), *self.args, **self.static)
+        args, static = self.given(state)
+        return self.program.lower(*args, **static)
 
 
 def _specs(programs: Programs, split: Split) -> Programs:
@@ -95,19 +109,44 @@ def _specs(programs: Programs, split: Split) -> Programs:
 
 
 def _per_device(body: Callable[..., Any]) -> Callable[..., Any]:
-    """A program that runs on every device of those that share the model."""
+    """A program that runs on every device of those that share the model.
 
-    @functools.wraps(body)
-    def run(programs, state, *args, **static):
-        split = programs.model.split
+    It takes and returns lists of leaves, and raw keys: a call spends 0.3 ms on the nodes of trees
+    (H200). Its keyword `trees` has the trees of `Programs` and of the state.
+    """
+
+    def run(weights, slots, *args, trees, **static):
+        programs, state = map(jax.tree.unflatten, trees, (weights, slots))
+        state = state.replace(keys=jax.random.wrap_key_data(state.keys))
+        split, bound = programs.model.split, functools.partial(body, **static)
+        given = programs, state, *args
         if split is None:
-            return body(programs, state, *args, **static)
-        of_state = decoding.state_specs(split)
-        specs = (_specs(programs, split), of_state, *(PartitionSpec() for _ in args))
-        bound = functools.partial(body, **static)
-        return split.run(bound, (programs, state, *args), specs, (of_state, PartitionSpec()))
+            new, rest = bound(*given)
+        else:
+            of_state = decoding.state_specs(split)
+            specs = (_specs(programs, split), of_state, *(PartitionSpec() for _ in args))
+            new, rest = split.run(bound, given, specs, (of_state, PartitionSpec()))
+        return jax.tree.leaves(_at_rest(new)), rest
 
+    run.__name__, run.__doc__ = body.__name__.removeprefix("_"), body.__doc__
     return run
+
+
+def _program(body: Callable[..., Any], *static: str, options: dict[str, Any] | None = None) -> Any:
+    """A body as a program over a donated state.
+
+    Args:
+        static: Keywords that are part of the compiled program.
+        options: Of the compiler.
+    """
+    names = ("trees", *static)
+    run = _per_device(body)
+    return jax.jit(run, static_argnames=names, donate_argnames=("slots",), compiler_options=options)
+
+
+def _at_rest(state: DecodeState) -> DecodeState:
+    """The state as it is kept between programs."""
+    return state.replace(keys=jax.random.key_data(state.keys))
 
 
 class _Request(struct.PyTreeNode):
@@ -202,7 +241,7 @@ def _own_state(
     pools = decoding.new_pools(
         programs.strategy, programs.model, programs.aux, num_pages, page_size
     )
-    return slots.replace(pools=pools)
+    return _at_rest(slots.replace(pools=pools))
 
 
 _SIZES = ("num_pages", "page_size", "knobs")
@@ -230,10 +269,13 @@ def _put_rows(state: DecodeState, rows: Int[Array, " R"], new: DecodeState) -> D
     return put.replace(pools=new.pools)
 
 
-@functools.partial(jax.jit, static_argnames=("knobs",), donate_argnames=("state",))
-@_per_device
-def admit(programs, state, requests, knobs):
-    """Fresh requests in their slots, which keep what lasts.
+def _admit(programs, state, requests, knobs):
+    """Fresh requests in their slots: see `_admitted`."""
+    return _admitted(programs, state, requests, knobs), None
+
+
+def _admitted(programs, state, requests, knobs):
+    """The state with fresh requests in their slots, which keep what lasts.
 
     Args:
         requests: [A X], `packing.admission_fields`. A slot past the last marks a row to ignore; a
@@ -253,12 +295,13 @@ def admit(programs, state, requests, knobs):
         finish=jnp.where(decodes > 0, RUNNING, EMPTY).astype(jnp.int32),
         carry=fresh.carry.replace(lasting=lasting),
     )
-    return _put_rows(state, slots, fresh.replace(pools=state.pools)), None
+    return _put_rows(state, slots, fresh.replace(pools=state.pools))
 
 
-@functools.partial(jax.jit, static_argnames=("knobs", "slot_layout"), donate_argnames=("state",))
-@_per_device
-def restore(programs, state, slot, ints, floats, saved, output, knobs, slot_layout):
+admit = _program(_admit, "knobs")
+
+
+def _restore(programs, state, slot, ints, floats, saved, output, knobs, slot_layout):
     """A fetched slot and what it had emitted, back in a slot."""
     old = _rows(state, slot[None])
     slot_leaves = packing.unpack(saved, slot_layout)
@@ -277,20 +320,15 @@ def restore(programs, state, slot, ints, floats, saved, output, knobs, slot_layo
     return _put_rows(state, slot[None], new), None
 
 
+restore = _program(_restore, "knobs", "slot_layout")
+
 # For products of many rows XLA's autotuner sometimes takes its own Triton kernels, by times that
 # other work on the host disturbs: 8 slots of SDAR-1.7B took 6.5 to 7.2 ms a step by what it
 # chose (benchmarks/notes/many_row_products.md; prefill of fewer than 1,024 rows: not timed).
 _NO_TRITON_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("size", "kind"),
-    donate_argnames=("state",),
-    compiler_options=_NO_TRITON_PRODUCTS,
-)
-@_per_device
-def prefill(programs, state, pieces, size, kind):
+def _prefill(programs, state, pieces, size, kind):
     """One prefill pass of distinct slots.
 
     Args:
@@ -321,9 +359,10 @@ def prefill(programs, state, pieces, size, kind):
     return _put_rows(state, slots, done.replace(finish=finish)), done.boundary[0]
 
 
-@functools.partial(jax.jit, donate_argnames=("state",))
-@_per_device
-def begin(programs, state, slot, boundary):
+prefill = _program(_prefill, "size", "kind", options=_NO_TRITON_PRODUCTS)
+
+
+def _begin(programs, state, slot, boundary):
     """Let a slot decode, with the row before its window."""
     row = _rows(state, slot[None])
     row = row.replace(
@@ -335,20 +374,25 @@ def begin(programs, state, slot, boundary):
     return _put_rows(state, slot[None], done), None
 
 
-@functools.partial(jax.jit, donate_argnames=("state",))
-@_per_device
-def copy_page(programs, state, source, target):
+begin = _program(_begin)
+
+
+def _copy_page(programs, state, source, target):
     """One page copied in every pool."""
     pools = jax.tree.map(lambda pages: pages.at[target].set(pages[source]), state.pools)
     return state.replace(pools=pools), None
 
 
-def _steps(programs, state, requests, bound=None):
-    """Steps of some slots.
+copy_page = _program(_copy_page)
+
+
+def _steps(programs, state, given, bound: Any = None, *, knobs, num_rows, columns):
+    """Fresh requests in their slots, and steps of some slots.
 
     Args:
-        requests: [R X], `packing.DECODE`: distinct slots and their rows of the page table. All
-            rows agree on how many of them decode, on steps, and on whether to stop early.
+        given: [R X], `packing.DECODE`: distinct slots and their rows of the page table. All rows
+            agree on how many of them decode, on steps, and on whether to stop early. Behind them
+            fresh requests, as of `_admitted`, all in one row.
         bound: Which of them have a grammar, in `state.constraint`; None: none has.
 
     Returns:
@@ -357,6 +401,10 @@ def _steps(programs, state, requests, bound=None):
     """
     grammars, state = state.constraint, state.replace(constraint=None)
     words = packing.DECODE
+    requests, fresh = jnp.split(given, (num_rows * (words.size + columns),))
+    requests = requests.reshape(num_rows, -1)
+    fresh = fresh.reshape(-1, packing.admission_fields(programs.window, len(knobs)).size)
+    state = _admitted(programs, state, fresh, knobs)
     rows, pages = requests[:, words.at("slot")], requests[:, words.span("pages")]
     num_active, num_steps = requests[0, words.at("num_active")], requests[0, words.at("num_steps")]
     early = requests[0, words.at("early")] > 0
@@ -430,16 +478,14 @@ def _with_grammars(programs, bucket, grammars, rows, bound):
     return decoding.absorb_nothing(programs.strategy, programs.forward(), bucket, fresh)
 
 
-@_per_device
-def _decode(programs, state, requests):
+def _decode(programs, state, given, **static):
     """Steps of some slots without grammars: see `_steps`."""
-    return _steps(programs, state, requests)
+    return _steps(programs, state, given, **static)
 
 
-@_per_device
-def _decode_bound(programs, state, requests, bound):
+def _decode_bound(programs, state, given, bound, **static):
     """Steps of some slots, of which some have a grammar: see `_steps`."""
-    return _steps(programs, state, requests, bound)
+    return _steps(programs, state, given, bound, **static)
 
 
 @functools.partial(jax.jit, donate_argnames=("grammars",))
@@ -455,8 +501,8 @@ def move(grammars, slot, at):
     return grammars.replace(at=grammars.at.at[slot].set(at))
 
 
-decode = jax.jit(_decode, donate_argnames=("state",))
-decode_bound = jax.jit(_decode_bound, donate_argnames=("state",))
+_SIZED = ("knobs", "num_rows", "columns")
+decode, decode_bound = _program(_decode, *_SIZED), _program(_decode_bound, *_SIZED)
 
 # A canvas's steps are one command buffer, loop and all. By XLA's default the host looks after each
 # step whether there is another, and then hands 700 launches over: 0.2 to 1.4 ms in which nothing
@@ -466,28 +512,22 @@ _LOOP = {
     "xla_gpu_enable_command_buffer": f"{_RECORDED},CONDITIONAL,WHILE",
     "xla_gpu_graph_min_graph_size": 1,
 }
-_WIDE = {"donate_argnames": ("state",), "compiler_options": _NO_TRITON_PRODUCTS | _LOOP}
-decode_wide = jax.jit(_decode, **_WIDE)
-decode_bound_wide = jax.jit(_decode_bound, **_WIDE)
+_WIDE = _NO_TRITON_PRODUCTS | _LOOP
+decode_wide = _program(_decode, *_SIZED, options=_WIDE)
+decode_bound_wide = _program(_decode_bound, *_SIZED, options=_WIDE)
 # For profiles, which hold no launch of a recorded loop.
-decode_seen = jax.jit(_decode, donate_argnames=("state",), compiler_options=_NO_TRITON_PRODUCTS)
+decode_seen = _program(_decode, *_SIZED, options=_NO_TRITON_PRODUCTS)
 
 # XLA records a step's launches in command buffers and updates them at each call of a program, in 2
 # to 4 ms. Steps of few slots gain more (17 % each on an H200); steps of many slots do not.
 _MANY = {"xla_gpu_enable_command_buffer": "", "xla_gpu_graph_min_graph_size": 10**6}
 _MANY |= _NO_TRITON_PRODUCTS
-decode_many = jax.jit(_decode, donate_argnames=("state",), compiler_options=_MANY)
-decode_bound_many = jax.jit(_decode_bound, donate_argnames=("state",), compiler_options=_MANY)
+decode_many = _program(_decode, *_SIZED, options=_MANY)
+decode_bound_many = _program(_decode_bound, *_SIZED, options=_MANY)
 # A prompt of a canvas model: launching takes a fraction of its 14 to 25 ms, updating came first.
-_prefill: Any = prefill
-prefill_wide = jax.jit(
-    _prefill.__wrapped__,
-    static_argnames=("size", "kind"),
-    donate_argnames=("state",),
-    compiler_options=_MANY,
-)
+prefill_wide = _program(_prefill, "size", "kind", options=_MANY)
 
 # What programs are compiled with, unless it is nothing.
 OPTIONS = {prefill: _NO_TRITON_PRODUCTS}
-OPTIONS |= dict.fromkeys((decode_wide, decode_bound_wide), _NO_TRITON_PRODUCTS | _LOOP)
+OPTIONS |= dict.fromkeys((decode_wide, decode_bound_wide), _WIDE)
 OPTIONS |= dict.fromkeys((decode_many, decode_bound_many, prefill_wide), _MANY)

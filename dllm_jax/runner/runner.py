@@ -57,6 +57,9 @@ ADMIT_ROWS = 8  # requests that one program puts into their slots
 WIDE = 256  # cells of a block from which on a step of one slot has many rows
 
 
+_Admission = tuple[int, Placement, bool]  # slot, request, and whether it decodes at once
+
+
 @dataclasses.dataclass(frozen=True)
 class Chunk:
     """A dispatched decode: the two arrays that it returns are still being computed."""
@@ -198,6 +201,7 @@ class ModelRunner:
         self._weightless = self._programs.replace(
             model=model.replace(params={}, exchange=None), aux={}
         )
+        self._weights = jax.tree.leaves(self._programs)
         self._home = _home(self._programs)
         self._make_state = programs.make_state
         if self._home is not None:
@@ -220,13 +224,15 @@ class ModelRunner:
         self.compile_s = 0.0  # seconds spent compiling them, or reading them from the cache
         self._warm = False
         self._slot_layout = packing.layout_of(packing.kept_part(self.shapes(num_pages=1)))
+        names = (drafting.ROUNDS, drafting.PROPOSED, drafting.ACCEPTED)
+        self._draft_leaves = packing.slot_leaves(self._slot_layout, names)
         self.state: DecodeState | None = None  # the worker's, but for `reset` and `wait`
         self._lost: BaseException | None = None  # the failure that took the state, until `reset`
         self.leader: hosts.Leader | None = None  # of the processes that share the model
         self._grammars: Constraint | None = None  # the worker's; None until a slot has one
         self._bucket: grammars.Sizes | None = None  # of what the worker has been given
         self._bound: set[int] = set()  # slots whose request has a grammar
-        self._admitted: list[tuple[int, Placement, bool]] = []  # not dispatched yet
+        self._admitted: list[_Admission] = []  # not dispatched yet
         self._admit_rows = min(ADMIT_ROWS, layout.num_slots)
         self._pieces: list[_Piece] = []  # not dispatched yet, of distinct slots
         # Prefill passes so far, by tokens and pages of a prompt, kind, prompts.
@@ -341,7 +347,8 @@ class ModelRunner:
         if (split := self._programs.model.split) is not None:
             # Arrays of the host and arrays of the devices would be two programs.
             args = split.everywhere(args)
-        return self.state, dataclasses.replace(call, args=tuple(args))
+        weights = self._weights if call.programs is self._programs else None
+        return self.state, dataclasses.replace(call, args=tuple(args), weights=weights)
 
     def _compile(self, call: Call, slots: Sequence[int]) -> None:
         """Compile a program, for `_call`."""
@@ -488,7 +495,7 @@ class ModelRunner:
     def admit(self, slot: int, placement: Placement) -> None:
         """Put a fresh request into a slot; it does not decode until its prefill is done.
 
-        Several admissions are one program, dispatched with the next call.
+        Steps that are dispatched next bring it along; before another program, several are one.
         """
         is_full = len(self._admitted) == self._admit_rows  # no sooner: `begin` may join the last
         # Two rows of one program for the same slot would have no order.
@@ -512,23 +519,22 @@ class ModelRunner:
         for i in range(0, len(pieces), count):
             self._run_prefill(pieces[i : i + count])
 
-    def admit_call(self, admitted: Sequence[tuple[int, Placement, bool]]) -> Call:
+    def admit_call(self, admitted: Sequence[_Admission]) -> Call:
         """Fresh requests: slot, placement, and whether it decodes at once."""
+        args, static = (self._fresh(admitted),), {"knobs": self._knobs}
+        return Call(("admit",), programs.admit, self._weightless, args, static)
+
+    def _fresh(self, admitted: Sequence[_Admission]) -> np.ndarray:
+        """Fresh requests as [A X], `packing.admission_fields`."""
         window = self.layout.window
         fields = packing.admission_fields(window, len(self._knobs))
-        packed = [packing.pack_request(p, window, self._knobs) for _, p, _ in admitted]
-        packed += packed[:1] * (self._admit_rows - len(packed))
-        requests = fields.pack(
-            self._admit_rows,
-            slot=self.layout.num_slots,  # ignores the rows that fill up the program
-            ints=np.stack([ints for ints, _ in packed]),
-            floats=np.stack([floats for _, floats in packed]).view(np.int32),
-        )
-        requests[:, fields.at("decodes")] = admitted[0][2]
-        for row, (slot, _, decodes) in zip(requests, admitted, strict=False):
+        rows = np.zeros((self._admit_rows, fields.size), np.int32)
+        rows[:, fields.at("slot")] = self.layout.num_slots  # ignores the rows that fill up
+        for row, (slot, placement, decodes) in zip(rows, admitted, strict=False):
+            ints, floats = packing.pack_request(placement, window, self._knobs)
             row[fields.at("slot")], row[fields.at("decodes")] = slot, decodes
-        static = {"knobs": self._knobs}
-        return Call(("admit",), programs.admit, self._weightless, (requests,), static)
+            row[fields.span("ints")], row[fields.span("floats")] = ints, floats.view(np.int32)
+        return rows
 
     def restore(
         self, slot: int, placement: Placement, saved: np.ndarray, tokens: Sequence[int]
@@ -698,7 +704,10 @@ class ModelRunner:
         bound = [row in self._bound for row in rows[:num_active].tolist()]
         if not any(bound):
             rows, pages = self._widened(rows, pages)
-        call = self.decode_call(rows, num_active, pages, num_steps, early, bound)
+        admitted = []
+        if not self._pieces:  # of prompts of requests that must be admitted first
+            admitted, self._admitted = self._admitted, []
+        call = self.decode_call(rows, num_active, pages, num_steps, early, bound, admitted)
         return Chunk(self.run(call, rows[:num_active].tolist()))
 
     def _widened(self, rows: np.ndarray, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -719,8 +728,14 @@ class ModelRunner:
         num_steps: int,
         early: bool,
         bound: Sequence[bool] = (),
+        admitted: Sequence[_Admission] = (),
     ) -> Call:
-        """See `decode`; `bound` says which of the active slots have a grammar."""
+        """See `decode`.
+
+        Args:
+            bound: Which of the active slots have a grammar.
+            admitted: Fresh requests, as of `admit_call`, that the program puts into slots first.
+        """
         requests = packing.DECODE.pack(
             len(rows),
             slot=rows[:, None],
@@ -729,6 +744,8 @@ class ModelRunner:
             early=early,
             pages=pages,
         )
+        given = np.concatenate([requests, self._fresh(admitted)], axis=None)
+        static = {"knobs": self._knobs, "num_rows": len(pages), "columns": pages.shape[1]}
         many, form = self.layout.many_rows, ""
         if many is not None and len(rows) >= many:
             form = "_many"
@@ -738,12 +755,12 @@ class ModelRunner:
             which = np.zeros((len(rows),), bool)
             which[: len(bound)] = bound
             key = ("decode with grammars", *pages.shape, self._bucket)
-            args = requests, which
+            args = given, which
             program = getattr(programs, f"decode_bound{form}")
-            return Call(key, program, self._priced(len(rows)), args, bound=True)
+            return Call(key, program, self._priced(len(rows)), args, static, bound=True)
         program = getattr(programs, f"decode{form}")
         key = ("decode seen" if form == "_seen" else "decode", *pages.shape)
-        return Call(key, program, self._priced(len(rows)), (requests,))
+        return Call(key, program, self._priced(len(rows)), (given,), static)
 
     @property
     def _is_wide(self) -> bool:
@@ -814,10 +831,10 @@ class ModelRunner:
 
     def drafted(self, saved: np.ndarray) -> DraftMetrics | None:
         """The counts of `core.drafting` in a saved slot; None where the strategy has none."""
-        names = (drafting.ROUNDS, drafting.PROPOSED, drafting.ACCEPTED)
-        leaves = [packing.slot_leaf(saved, self._slot_layout, name) for name in names]
-        found = [tuple(leaf.tolist()) for leaf in leaves if leaf is not None]
-        return DraftMetrics(*found) if len(found) == len(names) else None
+        if self._draft_leaves is None:
+            return None
+        leaves = [packing.host_leaf(saved, self._slot_layout, one) for one in self._draft_leaves]
+        return DraftMetrics(*(tuple(leaf.tolist()) for leaf in leaves))
 
     # --- before the first request -------------------------------------------------------------
 

@@ -37,11 +37,11 @@ def test_the_stages_of_a_start_add_up_and_every_program_is_named():
     assert min(stages.values()) >= 0
     assert stages["interpreter_s"] > 1.0
     rows = {row.pop("program"): row for row in reported["programs"]}
-    engine = {"_decode", "prefill", "admit", "restore", "begin", "new_state"}
+    engine = {"decode", "prefill", "admit", "restore", "begin", "new_state"}
     assert {name: row["count"] for name, row in rows.items()} == dict.fromkeys(engine, 1)
     assert reported["num_programs"] == sum(row["count"] for row in rows.values())
     assert 0 <= reported["num_from_folder"] <= reported["num_programs"]
-    assert min(rows["_decode"].values()) > 0
+    assert min(rows["decode"].values()) > 0
     # The table, of the same start twice.
     first = dict.fromkeys(("cold", "warm"), reported) | {"cold_s": 12.0, "warm_s": 3.0}
     for row, name in zip(reported["programs"], rows, strict=True):

@@ -340,15 +340,16 @@ class Until:
 
 
 def test_an_error_of_the_code_is_told_as_it_is():
-    """Raised in `admit`, which nobody waits for; what stands behind it says the same."""
+    """Raised in `prefill`, which nobody waits for; what stands behind it says the same."""
     engine = make_engine("multi_bd")
 
     def wrong(one, compiled, part):
-        if one.program is programs.admit:
+        if one.program is programs.prefill:
             raise TypeError("no such leaf")
         return RUN(one, compiled, part)
 
-    engine.add(wish(case("multi_bd").requests[0]))
+    for request in case("multi_bd").requests:
+        engine.add(wish(request))
     with (
         mock.patch.object(programs.Call, "run", wrong),
         pytest.raises(TypeError, match="no such leaf"),

@@ -92,8 +92,8 @@ def test_many_rows_are_left_to_libraries_whatever_the_autotuner_times() -> None:
     assert [programs.OPTIONS.get(one, {}) for one in kept] == [options(one) for one in kept]
 
 
-def test_prompts_in_the_cache_cost_one_program_beside_their_steps() -> None:
-    """Also where they fill a program that admits up: each dispatch costs milliseconds on a GPU."""
+def test_prompts_in_the_cache_cost_no_program_beside_their_steps() -> None:
+    """Also where they fill the rows for fresh requests up: a dispatch is 0.7 ms on an H200."""
     model, size = models.plain(), CONFIG.max_num_seqs
     layout = buckets.make_layout(model, STRATEGY, {}, CONFIG)
     made = Engine(ModelRunner(model, split_knobs(STRATEGY)[0], {}, layout))
@@ -108,8 +108,7 @@ def test_prompts_in_the_cache_cost_one_program_beside_their_steps() -> None:
         while made.has_work:
             made.step()
         made.runner.wait()
-    assert ran[0] is programs.admit
-    assert set(ran[1:]) == {programs.decode}
+    assert set(ran) == {programs.decode}
 
 
 class Plan:

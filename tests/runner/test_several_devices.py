@@ -367,9 +367,9 @@ def test_programs_of_one_device_are_to_the_letter_those_without_any_sum(kind, mo
 
     def text(name):
         call = works[name].call(device)
-        run = call.program.__wrapped__
-        fresh = jax.jit(lambda *args: run(*args, **call.static))  # traced anew
-        return fresh.lower(call.programs, device.shapes(), *call.args).as_text()
+        run, (args, static) = call.program.__wrapped__, call.given(device.shapes())
+        fresh = jax.jit(lambda *args: run(*args, **static))  # traced anew
+        return fresh.lower(*args).as_text()
 
     names = ("decode", "prefill")
     found = [text(name) for name in names]

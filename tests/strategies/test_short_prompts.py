@@ -59,7 +59,7 @@ class Dispatched:
 
     def note(self, call: Any, slots: Any = ()) -> Future:
         self.device.flush()
-        some = call.key[0] in ("admit", "prefill", "decode")
+        some = call.key[0] in ("admit", "prefill")
         self.names.append((call.key[0], call.args[0][:, 0].tolist() if some else []))
         self.futures.append(Future())
         return self.futures[-1]
@@ -115,6 +115,14 @@ def test_small_pieces_wait_for_more_and_nothing_passes_them():
     assert ran.new() == []
     ran.admit(0)
     assert [one for one, _ in ran.new()] == ["admit", "prefill"]
+    device.flush()
+    assert [one for one, _ in ran.new()] == ["admit"]
+    # Steps bring fresh requests along, unless a piece of one must come in between.
+    for pieces, names in ((0, ["decode"]), (1, ["admit", "prefill", "decode"])):
+        ran.admit(0)
+        ran.prefill(*[0] * pieces)
+        device.decode(np.arange(num_slots), 1, pages, 1, True)
+        assert [one for one, _ in ran.new()] == names
 
 
 def test_who_waits_does_not_wait_for_more():
