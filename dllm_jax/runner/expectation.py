@@ -81,7 +81,7 @@ def read_expected(
         hidden, sampling, keys = rows
         logits = jnp.where(never, -jnp.inf, head(hidden))
         how = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
-        law = drawn_law(logits, **how, shard=shard, sorts=False)
+        law = drawn_law(logits, **how, shard=shard)
         dtype = head.embedding.dtype
         read = of_law(law, dtype) if shard is None else _of_part(law, dtype, shard)
         return _stats_of(head, read, sampling.temperature > 0, keys, num_top, shard)

@@ -35,7 +35,7 @@ from dllm_jax.strategies.core.sampling import (
 from dllm_jax.strategies.core.state import Sampling
 
 ROWS_AT_ONCE = 512  # float32 logits of one chunk: 311 MB at 152k ids
-ROWS_DRAWN = 128  # of them at once: sorting and noise take seven times the memory of the logits
+ROWS_DRAWN = 128  # of them at once: cuts and noise take several times the memory of the logits
 FEW_ROWS = 64  # read in one chunk; more rows take at least two
 
 

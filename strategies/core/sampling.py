@@ -119,19 +119,17 @@ def drawn_law(
     top_k: Int[Array, " R"],
     top_p: Float[Array, " R"],
     shard: Shard | None = None,
-    sorts: bool = True,
 ) -> Float[Array, "R V"]:
     """The distribution that a row's token is drawn from, as logits, -inf for ids never drawn.
 
     Args:
         temperature: 0 counts as 1; the rest is as in `token_stats`.
-        sorts: False for what XLA records in a command buffer, as a GPU's sort is not.
     """
     law = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     # Huge temperatures have a reciprocal of zero, and -inf times zero is NaN.
     law = jnp.where(logits == _NEVER, _NEVER, law)
     cut = jnp.any((top_k > 0) | (top_p < 1.0))
-    narrowed = _cut if shard is None and sorts else functools.partial(_cut_over, shard)
+    narrowed = functools.partial(_cut, shard)
     return jax.lax.cond(cut, narrowed, lambda law, *_: law, law, top_k, top_p)
 
 
@@ -215,21 +213,50 @@ def log_law(logits: Float[Array, "R V"], shard: Shard | None) -> Float[Array, "R
     return logits - (peak + jnp.log(mass))[:, None]
 
 
-def _cut(law: Array, top_k: Array, top_p: Array) -> Array:
-    """Top-k, then the nucleus of what is left (Holtzman et al. 2020, §3.1), as vLLM orders them."""
-    ordered = -jnp.sort(-law, axis=-1)
-    V = law.shape[-1]
-    k = jnp.clip(jnp.where(top_k > 0, top_k, V), 1, V)
-    kth = jnp.take_along_axis(ordered, k[:, None] - 1, axis=-1)
-    ordered = jnp.where(ordered >= kth, ordered, _NEVER)
-    prob = jax.nn.softmax(ordered, axis=-1)
-    mass_before = jnp.cumsum(prob, axis=-1) - prob
-    nucleus = mass_before < top_p[:, None]
-    nucleus = nucleus.at[:, 0].set(True)
-    edge = jnp.min(jnp.where(nucleus, ordered, jnp.inf), axis=-1, keepdims=True)
-    kept = (law >= kth) & ((law >= edge) | (top_p >= 1.0)[:, None])
+def _cut(shard: Shard | None, law: Array, top_k: Array, top_p: Array) -> Array:
+    """Top-k, then the nucleus of what is left (Holtzman et al. 2020, §3.1), as vLLM orders them.
+
+    Thresholds are found by sums, over the devices if several: sorting takes longer on a CPU, and a
+    GPU's sort keeps XLA from recording the loop around it.
+    """
+    code, V = _ordered(law), law.shape[-1] if shard is None else shard.num_ids
+    k = jnp.clip(jnp.where(top_k > 0, top_k, V), 1, V).astype(jnp.float32)
+    kth = _threshold(shard, code, jnp.ones_like(law), k)
+    kept = code >= kth[:, None]
+    within = jnp.where(kept, law, _NEVER)
+    peak, mass = _mass(within) if shard is None else normaliser(within, shard)
+    weight = jnp.where(kept, jnp.exp(law - peak[:, None]), 0.0)
+    edge = _threshold(shard, code, weight, top_p * mass)
+    edge = jnp.minimum(edge, _ordered(peak))  # the most probable id stays
+    kept = kept & ((code >= edge[:, None]) | (top_p >= 1.0)[:, None])
     # NaN stays, for the caller to see.
     return jnp.where(kept | jnp.isnan(law), law, _NEVER)
+
+
+def _ordered(values: Float[Array, "..."]) -> UInt32[Array, "..."]:
+    """Numbers in the order of float32 values; both zeros are one."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
+    top = jnp.uint32(1 << 31)
+    return jnp.where(bits < top, bits | top, ~bits)
+
+
+def _threshold(
+    shard: Shard | None, code: UInt32[Array, "R V"], weight: Float[Array, "R V"], wanted: Array
+) -> UInt32[Array, " R"]:
+    """The largest number of each row at or above which the weights of all ids reach `wanted`."""
+    bits = 1 if shard is None else _DIGIT
+    steps = jnp.arange(1, 1 << bits, dtype=jnp.uint32)
+
+    def digit(i: Array, found: Array) -> Array:
+        shift = (32 - bits * (i + 1)).astype(jnp.uint32)
+        tried = found[:, None] | (steps << shift)[None]
+        above = code[:, None] >= tried[..., None]
+        reached = jnp.sum(jnp.where(above, weight[:, None], 0.0), axis=-1)
+        reached = reached if shard is None else shard.total(reached)
+        passed = jnp.sum(reached >= wanted[:, None], axis=-1, dtype=jnp.uint32)
+        return found | (passed << shift)
+
+    return jax.lax.fori_loop(0, 32 // bits, digit, jnp.zeros(len(code), jnp.uint32))
 
 
 # --- ids that several devices share -----------------------------------------------------------
@@ -301,47 +328,6 @@ def normaliser(
     peaks, masses = jnp.moveaxis(shard.of_all(jnp.stack(_mass(law), axis=1)), -1, 0)
     peak, _, kept = relative_to_peak(peaks)
     return peak, jnp.sum(kept * masses, axis=0)
-
-
-def _cut_over(shard: Shard | None, law: Array, top_k: Array, top_p: Array) -> Array:
-    """As `_cut`, without a sort: thresholds are found by sums, over the devices if several."""
-    code, V = _ordered(law), law.shape[-1] if shard is None else shard.num_ids
-    k = jnp.clip(jnp.where(top_k > 0, top_k, V), 1, V).astype(jnp.float32)
-    kth = _threshold(shard, code, jnp.ones_like(law), k)
-    kept = code >= kth[:, None]
-    within = jnp.where(kept, law, _NEVER)
-    peak, mass = _mass(within) if shard is None else normaliser(within, shard)
-    weight = jnp.where(kept, jnp.exp(law - peak[:, None]), 0.0)
-    edge = _threshold(shard, code, weight, top_p * mass)
-    edge = jnp.minimum(edge, _ordered(peak))  # the most probable id stays
-    kept = kept & ((code >= edge[:, None]) | (top_p >= 1.0)[:, None])
-    return jnp.where(kept | jnp.isnan(law), law, _NEVER)
-
-
-def _ordered(values: Float[Array, "..."]) -> UInt32[Array, "..."]:
-    """Numbers in the order of float32 values; both zeros are one."""
-    bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
-    top = jnp.uint32(1 << 31)
-    return jnp.where(bits < top, bits | top, ~bits)
-
-
-def _threshold(
-    shard: Shard | None, code: UInt32[Array, "R V"], weight: Float[Array, "R V"], wanted: Array
-) -> UInt32[Array, " R"]:
-    """The largest number of each row at or above which the weights of all ids reach `wanted`."""
-    bits = 1 if shard is None else _DIGIT
-    steps = jnp.arange(1, 1 << bits, dtype=jnp.uint32)
-
-    def digit(i: Array, found: Array) -> Array:
-        shift = (32 - bits * (i + 1)).astype(jnp.uint32)
-        tried = found[:, None] | (steps << shift)[None]
-        above = code[:, None] >= tried[..., None]
-        reached = jnp.sum(jnp.where(above, weight[:, None], 0.0), axis=-1)
-        reached = reached if shard is None else shard.total(reached)
-        passed = jnp.sum(reached >= wanted[:, None], axis=-1, dtype=jnp.uint32)
-        return found | (passed << shift)
-
-    return jax.lax.fori_loop(0, 32 // bits, digit, jnp.zeros(len(code), jnp.uint32))
 
 
 # --- which cells to accept --------------------------------------------------------------------
