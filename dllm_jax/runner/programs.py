@@ -504,19 +504,22 @@ def move(grammars, slot, at):
 _SIZED = ("knobs", "num_rows", "columns")
 decode, decode_bound = _program(_decode, *_SIZED), _program(_decode_bound, *_SIZED)
 
-# A canvas's steps are one command buffer, loop and all. By XLA's default the host looks after each
-# step whether there is another, and then hands 700 launches over: 0.2 to 1.4 ms in which nothing
-# runs, and 13 ms before the first pass that stores. XLA records no loop with one of CUB's sorts.
+# Steps of one slot, and of canvases, are one command buffer, loop and all. By XLA's default the
+# host looks after each step whether there is another, and then hands the launches over: 20 us, and
+# with the 700 of a canvas 0.2 to 1.4 ms, in which nothing runs, and 13 ms before the first pass
+# that stores. XLA records no loop with one of CUB's sorts or slices in it, and does not say so.
 _RECORDED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION"
 _LOOP = {
     "xla_gpu_enable_command_buffer": f"{_RECORDED},CONDITIONAL,WHILE",
     "xla_gpu_graph_min_graph_size": 1,
 }
+decode_whole = _program(_decode, *_SIZED, options=_LOOP)
 _WIDE = _NO_TRITON_PRODUCTS | _LOOP
 decode_wide = _program(_decode, *_SIZED, options=_WIDE)
 decode_bound_wide = _program(_decode_bound, *_SIZED, options=_WIDE)
 # For profiles, which hold no launch of a recorded loop.
-decode_seen = _program(_decode, *_SIZED, options=_NO_TRITON_PRODUCTS)
+decode_whole_seen = decode
+decode_wide_seen = _program(_decode, *_SIZED, options=_NO_TRITON_PRODUCTS)
 
 # XLA records a step's launches in command buffers and updates them at each call of a program, in 2
 # to 4 ms. Steps of few slots gain more (17 % each on an H200); steps of many slots do not.
@@ -528,6 +531,6 @@ decode_bound_many = _program(_decode_bound, *_SIZED, options=_MANY)
 prefill_wide = _program(_prefill, "size", "kind", options=_MANY)
 
 # What programs are compiled with, unless it is nothing.
-OPTIONS = {prefill: _NO_TRITON_PRODUCTS}
+OPTIONS = {prefill: _NO_TRITON_PRODUCTS, decode_whole: _LOOP}
 OPTIONS |= dict.fromkeys((decode_wide, decode_bound_wide), _WIDE)
 OPTIONS |= dict.fromkeys((decode_many, decode_bound_many, prefill_wide), _MANY)

@@ -49,7 +49,7 @@ from dllm_jax.strategies.core.state import DecodeState
 
 # Programs that one process may ask of others, and what each knows of their static arguments.
 _REPLAYED = ("admit", "restore", "prefill", "prefill_wide", "begin", "copy_page")
-_REPLAYED += ("decode", "decode_wide", "decode_seen", "decode_many")
+_REPLAYED += ("decode", "decode_whole", "decode_wide", "decode_wide_seen", "decode_many")
 _REPLAYED += ("decode_bound", "decode_bound_wide", "decode_bound_many")
 _OWN_STATIC = ("knobs", "slot_layout")
 _WEIGHTLESS = ("admit", "restore", "copy_page")
@@ -746,11 +746,7 @@ class ModelRunner:
         )
         given = np.concatenate([requests, self._fresh(admitted)], axis=None)
         static = {"knobs": self._knobs, "num_rows": len(pages), "columns": pages.shape[1]}
-        many, form = self.layout.many_rows, ""
-        if many is not None and len(rows) >= many:
-            form = "_many"
-        elif self._is_wide:
-            form = "_seen" if self.is_profiled and not any(bound) else "_wide"
+        form = self._form(len(rows), any(bound))
         if any(bound):
             which = np.zeros((len(rows),), bool)
             which[: len(bound)] = bound
@@ -759,8 +755,19 @@ class ModelRunner:
             program = getattr(programs, f"decode_bound{form}")
             return Call(key, program, self._priced(len(rows)), args, static, bound=True)
         program = getattr(programs, f"decode{form}")
-        key = ("decode seen" if form == "_seen" else "decode", *pages.shape)
+        key = ("decode seen" if form.endswith("_seen") else "decode", *pages.shape)
         return Call(key, program, self._priced(len(rows)), (given,), static)
+
+    def _form(self, count: int, is_bound: bool) -> str:
+        """What the name of the decode program of so many slots ends with."""
+        many = self.layout.many_rows
+        if many is None or count >= many:
+            return "" if many is None else "_many"
+        # Of several slots, or with grammars or among devices, it is not faster or not recorded.
+        if not self._is_wide and (count > 1 or is_bound or self._programs.model.split is not None):
+            return ""
+        form = "_wide" if self._is_wide else "_whole"
+        return f"{form}_seen" if self.is_profiled and not is_bound else form
 
     @property
     def _is_wide(self) -> bool:

@@ -18,7 +18,7 @@ from .knobs import Threshold, at_token
 from .state import NO_TOKEN, DecodeState
 
 _NEVER = -jnp.inf
-_DIGIT = 4  # bits of a threshold found by one reduction over several devices
+_DIGIT = 4  # bits of a threshold found by one sum over several devices
 
 
 class Shard(NamedTuple):
@@ -244,16 +244,20 @@ def _threshold(
     shard: Shard | None, code: UInt32[Array, "R V"], weight: Float[Array, "R V"], wanted: Array
 ) -> UInt32[Array, " R"]:
     """The largest number of each row at or above which the weights of all ids reach `wanted`."""
-    bits = 1 if shard is None else _DIGIT
-    steps = jnp.arange(1, 1 << bits, dtype=jnp.uint32)
+    bits = 2 if shard is None else _DIGIT
+    steps = [jnp.uint32(step) for step in range(1, 1 << bits)]
 
     def digit(i: Array, found: Array) -> Array:
         shift = (32 - bits * (i + 1)).astype(jnp.uint32)
-        tried = found[:, None] | (steps << shift)[None]
-        above = code[:, None] >= tried[..., None]
-        reached = jnp.sum(jnp.where(above, weight[:, None], 0.0), axis=-1)
-        reached = reached if shard is None else shard.total(reached)
-        passed = jnp.sum(reached >= wanted[:, None], axis=-1, dtype=jnp.uint32)
+
+        def reached(step: Array) -> Array:
+            above = code >= (found | (step << shift))[:, None]
+            return jnp.sum(jnp.where(above, weight, 0.0), axis=-1)
+
+        # Sums side by side: XLA takes them in one pass over the ids.
+        sums = jnp.stack([reached(step) for step in steps], axis=1)
+        sums = sums if shard is None else shard.total(sums)
+        passed = jnp.sum(sums >= wanted[:, None], axis=-1, dtype=jnp.uint32)
         return found | (passed << shift)
 
     return jax.lax.fori_loop(0, 32 // bits, digit, jnp.zeros(len(code), jnp.uint32))

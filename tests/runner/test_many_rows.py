@@ -1,10 +1,11 @@
 """Proves what accelerators do differently for many slots, on a CPU.
 
-The programs without command buffers and without XLA's own products give the tokens, finish reasons
-and forwards of the usual one. The first runs from `EngineLayout.many_rows` on, the second where
-blocks are wide. A few rows with long contexts run beside the others
-within their share (`rounds.BESIDE`), and the others run enough steps for one of theirs to fit. The
-host loop, which imports no JAX, knows the device's codes by the same numbers.
+The programs without command buffers, with one around all steps, and without XLA's own products give
+the tokens, finish reasons and forwards of the usual one. The first runs from
+`EngineLayout.many_rows` on, the second for one slot, the third where blocks are wide. A few rows
+with long contexts run beside the others within their share (`rounds.BESIDE`), and the others run
+enough steps for one of theirs to fit. The host loop, which imports no JAX, knows the device's codes
+by the same numbers.
 """
 
 import dataclasses
@@ -62,7 +63,7 @@ def texts(many_rows: int | None) -> tuple[dict[str, tuple], list]:
 
 def test_many_slots_and_wide_blocks_have_the_tokens_of_few(monkeypatch) -> None:
     usual, ran = texts(None)
-    forms = {programs.decode, programs.decode_wide, programs.decode_many}
+    forms = {programs.decode, programs.decode_whole, programs.decode_wide, programs.decode_many}
     prefills = {programs.prefill, programs.prefill_wide}
     assert (forms | prefills) & set(ran) == {programs.decode, programs.prefill}
     assert len({form.__wrapped__ for form in forms}) == 1
@@ -73,8 +74,10 @@ def test_many_slots_and_wide_blocks_have_the_tokens_of_few(monkeypatch) -> None:
     wanted = {programs.decode_wide, programs.decode_many, programs.prefill_wide}
     assert (forms | prefills) & set(ran) == wanted
     monkeypatch.setattr(runner, "WIDE", STRATEGY.block_size + 1)
-    wanted = {programs.decode, programs.decode_many, programs.prefill}
-    assert (forms | prefills) & set(texts(3)[1]) == wanted
+    other, ran = texts(3)
+    assert other == usual
+    wanted = {programs.decode_whole, programs.decode_many, programs.prefill}
+    assert (forms | prefills) & set(ran) == wanted
 
 
 def test_many_rows_are_left_to_libraries_whatever_the_autotuner_times() -> None:
@@ -84,10 +87,13 @@ def test_many_rows_are_left_to_libraries_whatever_the_autotuner_times() -> None:
     assert options(programs.decode_many)["xla_gpu_enable_triton_gemm"] is False
     assert options(programs.prefill) == {"xla_gpu_enable_triton_gemm": False}
     assert options(programs.decode_wide)["xla_gpu_enable_triton_gemm"] is False
-    assert options(programs.decode_seen) == options(programs.prefill)
+    assert options(programs.decode_wide_seen) == options(programs.prefill)
     assert options(programs.prefill_wide) == options(programs.decode_many)
     assert options(programs.decode) == {}
-    names = ("prefill", "prefill_wide", "decode", "decode_wide", "decode_many")
+    whole = options(programs.decode_whole)
+    assert options(programs.decode_wide) == whole | options(programs.prefill)
+    assert "CONDITIONAL,WHILE" in whole["xla_gpu_enable_command_buffer"]
+    names = ("prefill", "prefill_wide", "decode", "decode_whole", "decode_wide", "decode_many")
     kept = [getattr(programs, name) for name in names]
     assert [programs.OPTIONS.get(one, {}) for one in kept] == [options(one) for one in kept]
 
