@@ -301,6 +301,21 @@ def _admitted(programs, state, requests, knobs):
 admit = _program(_admit, "knobs")
 
 
+def _with_fresh(programs, state, given, knobs, num_rows, width):
+    """The state with the fresh requests that a call brings along, and the call's own rows.
+
+    Args:
+        given: The rows, then fresh requests as of `_admitted`, flat.
+    """
+    rows, fresh = jnp.split(given, (num_rows * width,))
+    fresh = fresh.reshape(-1, packing.admission_fields(programs.window, len(knobs)).size)
+    return _admitted(programs, state, fresh, knobs), rows.reshape(num_rows, width)
+
+
+# Keywords of what brings fresh requests along.
+_ROWS = ("knobs", "num_rows", "width")
+
+
 def _restore(programs, state, slot, ints, floats, saved, output, knobs, slot_layout):
     """A fetched slot and what it had emitted, back in a slot."""
     old = _rows(state, slot[None])
@@ -328,15 +343,16 @@ restore = _program(_restore, "knobs", "slot_layout")
 _NO_TRITON_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
 
 
-def _prefill(programs, state, pieces, size, kind):
-    """One prefill pass of distinct slots.
+def _prefill(programs, state, given, size, kind, **sizes):
+    """Fresh requests in their slots, and one prefill pass of distinct slots.
 
     Args:
-        pieces: [A X], `packing.piece_fields`.
+        given: [A X], `packing.piece_fields`, and fresh requests: see `_with_fresh`.
 
     Returns:
         The state, and the boundary row of the first one.
     """
+    state, pieces = _with_fresh(programs, state, given, **sizes)
     words = packing.piece_fields(size)
     slots, first, end, live_end, last = (pieces[:, words.at(name)] for name in packing.PIECE)
     row = _rows(state, slots)
@@ -359,7 +375,7 @@ def _prefill(programs, state, pieces, size, kind):
     return _put_rows(state, slots, done.replace(finish=finish)), done.boundary[0]
 
 
-prefill = _program(_prefill, "size", "kind", options=_NO_TRITON_PRODUCTS)
+prefill = _program(_prefill, "size", "kind", *_ROWS, options=_NO_TRITON_PRODUCTS)
 
 
 def _begin(programs, state, slot, boundary):
@@ -386,13 +402,13 @@ def _copy_page(programs, state, source, target):
 copy_page = _program(_copy_page)
 
 
-def _steps(programs, state, given, bound: Any = None, *, knobs, num_rows, columns):
+def _steps(programs, state, given, bound: Any = None, **sizes):
     """Fresh requests in their slots, and steps of some slots.
 
     Args:
         given: [R X], `packing.DECODE`: distinct slots and their rows of the page table. All rows
             agree on how many of them decode, on steps, and on whether to stop early. Behind them
-            fresh requests, as of `_admitted`, all in one row.
+            fresh requests: see `_with_fresh`.
         bound: Which of them have a grammar, in `state.constraint`; None: none has.
 
     Returns:
@@ -400,11 +416,8 @@ def _steps(programs, state, given, bound: Any = None, *, knobs, num_rows, column
         the automaton's state; beside it what stays on the device, see `packing.pack`.
     """
     grammars, state = state.constraint, state.replace(constraint=None)
+    state, requests = _with_fresh(programs, state, given, **sizes)
     words = packing.DECODE
-    requests, fresh = jnp.split(given, (num_rows * (words.size + columns),))
-    requests = requests.reshape(num_rows, -1)
-    fresh = fresh.reshape(-1, packing.admission_fields(programs.window, len(knobs)).size)
-    state = _admitted(programs, state, fresh, knobs)
     rows, pages = requests[:, words.at("slot")], requests[:, words.span("pages")]
     num_active, num_steps = requests[0, words.at("num_active")], requests[0, words.at("num_steps")]
     early = requests[0, words.at("early")] > 0
@@ -501,8 +514,7 @@ def move(grammars, slot, at):
     return grammars.replace(at=grammars.at.at[slot].set(at))
 
 
-_SIZED = ("knobs", "num_rows", "columns")
-decode, decode_bound = _program(_decode, *_SIZED), _program(_decode_bound, *_SIZED)
+decode, decode_bound = _program(_decode, *_ROWS), _program(_decode_bound, *_ROWS)
 
 # Steps of one slot, and of canvases, are one command buffer, loop and all. By XLA's default the
 # host looks after each step whether there is another, and then hands the launches over: 20 us, and
@@ -513,22 +525,22 @@ _LOOP = {
     "xla_gpu_enable_command_buffer": f"{_RECORDED},CONDITIONAL,WHILE",
     "xla_gpu_graph_min_graph_size": 1,
 }
-decode_whole = _program(_decode, *_SIZED, options=_LOOP)
+decode_whole = _program(_decode, *_ROWS, options=_LOOP)
 _WIDE = _NO_TRITON_PRODUCTS | _LOOP
-decode_wide = _program(_decode, *_SIZED, options=_WIDE)
-decode_bound_wide = _program(_decode_bound, *_SIZED, options=_WIDE)
+decode_wide = _program(_decode, *_ROWS, options=_WIDE)
+decode_bound_wide = _program(_decode_bound, *_ROWS, options=_WIDE)
 # For profiles, which hold no launch of a recorded loop.
 decode_whole_seen = decode
-decode_wide_seen = _program(_decode, *_SIZED, options=_NO_TRITON_PRODUCTS)
+decode_wide_seen = _program(_decode, *_ROWS, options=_NO_TRITON_PRODUCTS)
 
 # XLA records a step's launches in command buffers and updates them at each call of a program, in 2
 # to 4 ms. Steps of few slots gain more (17 % each on an H200); steps of many slots do not.
 _MANY = {"xla_gpu_enable_command_buffer": "", "xla_gpu_graph_min_graph_size": 10**6}
 _MANY |= _NO_TRITON_PRODUCTS
-decode_many = _program(_decode, *_SIZED, options=_MANY)
-decode_bound_many = _program(_decode_bound, *_SIZED, options=_MANY)
+decode_many = _program(_decode, *_ROWS, options=_MANY)
+decode_bound_many = _program(_decode_bound, *_ROWS, options=_MANY)
 # A prompt of a canvas model: launching takes a fraction of its 14 to 25 ms, updating came first.
-prefill_wide = _program(_prefill, "size", "kind", options=_MANY)
+prefill_wide = _program(_prefill, "size", "kind", *_ROWS, options=_MANY)
 
 # What programs are compiled with, unless it is nothing.
 OPTIONS = {prefill: _NO_TRITON_PRODUCTS, decode_whole: _LOOP}

@@ -495,7 +495,7 @@ class ModelRunner:
     def admit(self, slot: int, placement: Placement) -> None:
         """Put a fresh request into a slot; it does not decode until its prefill is done.
 
-        Steps that are dispatched next bring it along; before another program, several are one.
+        A pass or steps that are dispatched next bring it along, or several are one program.
         """
         is_full = len(self._admitted) == self._admit_rows  # no sooner: `begin` may join the last
         # Two rows of one program for the same slot would have no order.
@@ -510,9 +510,8 @@ class ModelRunner:
 
     def flush(self) -> None:
         """Dispatch the admissions, then the pieces of prompts, that wait for more of their kind."""
-        admitted, self._admitted = self._admitted, []
         pieces, self._pieces = self._pieces, []
-        if admitted:
+        if not pieces and (admitted := self._take_admitted()):
             self.run(self.admit_call(admitted), [slot for slot, _, _ in admitted])
         # Full batches or single pieces: a padding row would cost a prompt's computation.
         count = self.layout.prompts_a_pass if len(pieces) == self.layout.prompts_a_pass else 1
@@ -535,6 +534,18 @@ class ModelRunner:
             row[fields.at("slot")], row[fields.at("decodes")] = slot, decodes
             row[fields.span("ints")], row[fields.span("floats")] = ints, floats.view(np.int32)
         return rows
+
+    def _take_admitted(self) -> list[_Admission]:
+        """The admissions that the next program brings along."""
+        admitted, self._admitted = self._admitted, []
+        return admitted
+
+    def _with_fresh(
+        self, rows: np.ndarray, admitted: Sequence[_Admission]
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """What a program takes that brings fresh requests along, and its keywords."""
+        given = np.concatenate([rows, self._fresh(admitted)], axis=None)
+        return given, {"knobs": self._knobs, "num_rows": len(rows), "width": rows.shape[1]}
 
     def restore(
         self, slot: int, placement: Placement, saved: np.ndarray, tokens: Sequence[int]
@@ -599,6 +610,8 @@ class ModelRunner:
         piece, several = _Piece(slot, words, size, kind, Future()), layout.prompts_a_pass
         is_small = (size, columns) == (layout.prefill_buckets[0], layout.page_buckets[0])
         if several == 1 or not is_small or self._lacks(_prefill_key(several, size, columns, kind)):
+            if self._pieces:
+                self.flush()
             self._run_prefill([piece])
             return piece.boundary
         if any(slot == other.slot for other in self._pieces):
@@ -648,16 +661,23 @@ class ModelRunner:
         words = np.concatenate([piece.words for piece in pieces])
         columns = words.shape[1] - packing.piece_fields(size).size
         self.passes[size, columns, kind, len(pieces)] += 1
-        done = self.run(self.prefill_call(words, size, kind), [piece.slot for piece in pieces])
+        call = self.prefill_call(words, size, kind, self._take_admitted())
+        done = self.run(call, [piece.slot for piece in pieces])
         done.add_done_callback(lambda done: _pass_on(done, [piece.boundary for piece in pieces]))
 
-    def prefill_call(self, words: np.ndarray, size: int, kind: PassKind) -> Call:
-        """One pass over pieces of prefixes [A X], `packing.piece_fields`."""
+    def prefill_call(
+        self,
+        words: np.ndarray,
+        size: int,
+        kind: PassKind,
+        admitted: Sequence[_Admission] = (),
+    ) -> Call:
+        """One pass over pieces of prefixes [A X], `packing.piece_fields`, behind admissions."""
         columns = words.shape[1] - packing.piece_fields(size).size
         key = _prefill_key(len(words), size, columns, kind)
-        static = {"size": size, "kind": kind}
+        given, static = self._with_fresh(words, admitted)
         program = programs.prefill_wide if self._is_wide else programs.prefill
-        return Call(key, program, self._programs, (words,), static)
+        return Call(key, program, self._programs, (given,), static | {"size": size, "kind": kind})
 
     def begin(self, slot: int, boundary: Any = None) -> None:
         """Let a slot decode whose prefix needs no computing.
@@ -704,10 +724,10 @@ class ModelRunner:
         bound = [row in self._bound for row in rows[:num_active].tolist()]
         if not any(bound):
             rows, pages = self._widened(rows, pages)
-        admitted = []
-        if not self._pieces:  # of prompts of requests that must be admitted first
-            admitted, self._admitted = self._admitted, []
-        call = self.decode_call(rows, num_active, pages, num_steps, early, bound, admitted)
+        if self._pieces:
+            self.flush()
+        fresh = self._take_admitted()
+        call = self.decode_call(rows, num_active, pages, num_steps, early, bound, fresh)
         return Chunk(self.run(call, rows[:num_active].tolist()))
 
     def _widened(self, rows: np.ndarray, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -744,8 +764,7 @@ class ModelRunner:
             early=early,
             pages=pages,
         )
-        given = np.concatenate([requests, self._fresh(admitted)], axis=None)
-        static = {"knobs": self._knobs, "num_rows": len(pages), "columns": pages.shape[1]}
+        given, static = self._with_fresh(requests, admitted)
         form = self._form(len(rows), any(bound))
         if any(bound):
             which = np.zeros((len(rows),), bool)

@@ -258,11 +258,9 @@ def failing(program, at, when, message="INTERNAL: injected"):
 
 
 PLACES = [
-    ("admit", {0}, "before"),
-    ("admit", {0}, "after"),
     ("prefill", {0}, "after"),
     ("prefill", {1}, "before"),
-    ("decode", {0}, "after"),
+    ("decode", {0}, "before"),
     ("decode", {1}, "fetch"),
     ("decode", {3}, "before"),
     ("decode", {3}, "fetch"),

@@ -59,8 +59,12 @@ class Dispatched:
 
     def note(self, call: Any, slots: Any = ()) -> Future:
         self.device.flush()
+        rows = call.args[0]
+        if call.key[0] == "prefill":
+            count, width = call.static["num_rows"], call.static["width"]
+            rows = rows[: count * width].reshape(count, width)
         some = call.key[0] in ("admit", "prefill")
-        self.names.append((call.key[0], call.args[0][:, 0].tolist() if some else []))
+        self.names.append((call.key[0], rows[:, 0].tolist() if some else []))
         self.futures.append(Future())
         return self.futures[-1]
 
@@ -87,8 +91,7 @@ def test_small_pieces_wait_for_more_and_nothing_passes_them():
     handles = ran.prefill(0, 1)
     assert ran.new() == []
     handles += ran.prefill(2)
-    filled = [0, 1, 2, *[num_slots] * (device._admit_rows - 3)]
-    assert ran.new() == [("admit", filled), ("prefill", [0, 1, 2])]
+    assert ran.new() == [("prefill", [0, 1, 2])]
     ran.futures[-1].set_result("row")
     assert [handle.result(0) for handle in handles] == ["row"] * 3
 
@@ -113,16 +116,15 @@ def test_small_pieces_wait_for_more_and_nothing_passes_them():
     assert ran.new() == [("prefill", [0]), ("prefill", [1])]
     ran.admit(2)  # another slot: the order does not matter
     assert ran.new() == []
-    ran.admit(0)
-    assert [one for one, _ in ran.new()] == ["admit", "prefill"]
+    ran.admit(0)  # its piece of before goes first, and brings the other one along
+    assert ran.new() == [("prefill", [0])]
     device.flush()
-    assert [one for one, _ in ran.new()] == ["admit"]
-    # Steps bring fresh requests along, unless a piece of one must come in between.
-    for pieces, names in ((0, ["decode"]), (1, ["admit", "prefill", "decode"])):
+    assert ran.new() == [("admit", [0, *[num_slots] * (device._admit_rows - 1)])]
+    for count in (0, 1):
         ran.admit(0)
-        ran.prefill(*[0] * pieces)
+        ran.prefill(*[0] * count)
         device.decode(np.arange(num_slots), 1, pages, 1, True)
-        assert [one for one, _ in ran.new()] == names
+        assert [one for one, _ in ran.new()] == ["prefill"] * count + ["decode"]
 
 
 def test_who_waits_does_not_wait_for_more():
@@ -175,7 +177,7 @@ def test_tokens_are_those_of_each_alone(name):
     call, failed = programs.Call.run, []
 
     def fails_once(one: programs.Call, compiled: Any, part: Any) -> Any:
-        if one.program is programs.prefill and one.args[0].shape[0] == COUNT and not failed:
+        if one.program is programs.prefill and one.static["num_rows"] == COUNT and not failed:
             failed.append(one)
             raise jax.errors.JaxRuntimeError("no more")
         return call(one, compiled, part)
