@@ -108,6 +108,7 @@ def _specs(programs: Programs, split: Split) -> Programs:
     )
 
 
+@functools.cache
 def _per_device(body: Callable[..., Any]) -> Callable[..., Any]:
     """A program that runs on every device of those that share the model.
 
