@@ -75,11 +75,13 @@ TILINGS = {
     "triton wide": Tiling(gate_up=block(128, 64, 8, 3), down=block(256, 64, 8, 3)),
     "triton 128 rows": Tiling(rows=128, gate_up=block(64, 64, 8), down=block(128, 64, 8)),
 }
-# By rows of an expert, in the mean, up to: warpgroups, columns of gate and up, columns of down.
+# By rows of an expert, in the mean, up to: warpgroups, columns of gate and up, columns of down, and
+# rows of a tile if they take turns.
 MOSAIC_TILINGS = {
     24: ((1, 128, 128), (1, 128, 256), (1, 256, 256)),
     96: ((1, 256, 256), (2, 128, 256), (2, 256, 256)),
-    1e9: ((3, 128, 128), (2, 256, 256), (3, 192, 192), (2, 128, 256)),
+    160: ((3, 128, 128), (2, 128, 128, 192)),
+    1e9: ((2, 128, 128, 320), (2, 128, 256)),
 }
 
 
@@ -101,9 +103,10 @@ def forms(activation, rows, shape, dtype, interpret, tilings):
     near = tilings or next(
         tried for most, tried in MOSAIC_TILINGS.items() if rows * k / experts <= most
     )
-    for groups, gate_up, down in near:
-        tiling = mosaic.Tiling(groups=groups, gate_up=gate_up, down=down)
-        found[f"mosaic {groups} {gate_up} {down}"] = given(mosaic.expert_ffn, tiling=tiling)
+    for numbers in near:
+        names = ("groups", "gate_up", "down", "rows")
+        tiling = mosaic.Tiling(**dict(zip(names, numbers, strict=False)))
+        found[f"mosaic {' '.join(map(str, numbers))}"] = given(mosaic.expert_ffn, tiling=tiling)
     return found
 
 

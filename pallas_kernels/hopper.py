@@ -55,9 +55,14 @@ def next_buffer(slot: Array, stages: int) -> Array:
     return jnp.where(slot == stages - 1, 0, slot + 1).astype(jnp.int32)
 
 
-def swizzled(width: int, dtype: jax.typing.DTypeLike):
-    """How a buffer lies in shared memory for products and TMA: tiles of 8 lines, swizzled."""
+def swizzled(width: int, dtype: jax.typing.DTypeLike, parts: int = 1):
+    """How a buffer lies in shared memory for products and TMA: tiles of 8 lines, swizzled.
+
+    Args:
+        parts: 2 if the lines are those of [lines, several, width], which a product takes side by
+            side.
+    """
     itemsize = jnp.dtype(dtype).itemsize
     line = math.gcd(width, 128 // itemsize)
-    tiled = plgpu.TilingTransform((8, line))  # pyright: ignore[reportAbstractUsage]
+    tiled = plgpu.TilingTransform((8, *[1] * (parts - 1), line))  # pyright: ignore[reportAbstractUsage]
     return tiled, plgpu.SwizzleTransform(line * itemsize)  # pyright: ignore[reportAbstractUsage]

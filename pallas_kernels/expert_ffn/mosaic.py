@@ -15,12 +15,13 @@ the scales of row and column.
 An expert's rows begin at a multiple of 8 places, as a swizzled tile does. The places in between are
 never written; their results are computed from garbage and never read. The grid has as many blocks
 of threads as run at once, each with every so many-th tile. In a block one warpgroup loads, by TMA
-through a ring of buffers and ahead of the current tile; the others compute 64 rows each. A row's
-sums are the same in tiles of any size.
+through a ring of buffers and ahead of the current tile; the others compute 64 rows each, or so
+many in turns with the same weights. A row's sums are the same in tiles of any size.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,10 @@ from .tiles import NO_PLACE, max_tiles
 _ROWS = 64  # of a warpgroup's product
 _ALIGNED = 8  # rows of a swizzled tile
 _COLUMNS = 64  # that an inner width is a multiple of
+_MOST_ROWS = 288  # of a tile: the ring has four buffers, and a thread the sums of three times 64
+_MOST_LOADED = 192  # rows, by one copy; TMA takes up to 256
+_SCALES = 32  # a copy of them begins at a whole line of 128 bytes
+_STAGED = 64  # columns of results that are stored at once
 _LINE_BYTES = 128  # of a step's depth, at most
 _MOST_STAGES = 12
 _CHUNK = 32  # rows whose pairs are compared with each other; XLA counts those of earlier chunks
@@ -60,16 +65,24 @@ class Tiling:
     """What one thread block computes at a time.
 
     Attributes:
-        groups: Warpgroups that compute, each 64 rows of a tile; at most 4.
+        groups: Warpgroups that compute; at most 4.
+        rows: Of a tile, which the warpgroups take 64 by 64, in turns with the same weights; 0 for
+            one turn.
         gate_up: Columns of gate and up together.
         down: Columns of down.
         blocks: Of threads, at most; each needs a multiprocessor for itself.
     """
 
     groups: int = 1
+    rows: int = 0
     gate_up: int = 128
     down: int = 128
     blocks: int = MULTIPROCESSORS
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile, at most."""
+        return self.rows or self.groups * _ROWS
 
 
 def unsupported(x: Array, w_down: Array | Fp8Experts) -> str | None:
@@ -110,7 +123,12 @@ def choose_tiling(num_pairs: int, w_down: Array | Fp8Experts) -> Tiling:
         return Tiling(groups=2, gate_up=128, down=wide)
     if rows <= 160:  # most have two warpgroups' rows and some more
         return Tiling(groups=3, gate_up=128, down=128)
-    return Tiling(groups=2, gate_up=128 if F % 128 else gated, down=wide)
+    if isinstance(w_down, Fp8Experts):
+        return Tiling(groups=2, gate_up=128 if F % 128 else gated, down=wide)
+    # If rows are spread evenly, one expert of forty has more than two roots above the mean.
+    most = rows + 2 * math.sqrt(rows)
+    each = most / math.ceil(most / _MOST_ROWS)
+    return Tiling(groups=2, rows=math.ceil(each / 32) * 32, gate_up=128, down=128)
 
 
 @lowered_once(static_argnames=("activation", "tiling", "interpret"))
@@ -132,7 +150,7 @@ def routed_rows(
         raise ValueError(f"{tiling=} is wider than its matrices, {F=} and {D=}")
     is_small = isinstance(w_down, Fp8Experts)
     rows, place, tiles, num_tiles = _sorted_rows(
-        x, expert_ids, E, tiling.groups * _ROWS, is_small, interpret
+        x, expert_ids, E, tiling.tile_rows, is_small, interpret
     )
 
     def gated(gate: Array, up: Array) -> Array:
@@ -462,35 +480,49 @@ def _product(
         rows, flat, scales = x.values, w.values.reshape(-1, K), (x.scales, w.scales.reshape(-1))
     else:
         assert isinstance(w, jax.Array)
-        rows, flat, scales = x, w.reshape(E * K, -1), ()
-    kind, most_rows = rows.dtype, tiling.groups * _ROWS
+        rows, flat, scales = x, w.reshape(E * K, parts, N), ()
+    kind, most_rows = rows.dtype, tiling.tile_rows
     depth = math.gcd(K, _LINE_BYTES // kind.itemsize)
     width = columns // parts
-    tile = (columns, depth) if scales else (parts, depth, width)
-    staged = (tiling.groups, _ROWS, width)
+    tile = (columns, depth) if scales else (depth, parts, width)
+    staged = (tiling.groups, _ROWS, math.gcd(width, _STAGED) if tiling.rows else width)
     apart = math.prod(staged) * jnp.dtype(dtype).itemsize
-    apart += 2 * 4 * (most_rows + columns) if scales else 0
+    held = -(-most_rows // _SCALES) * _SCALES
+    apart += 2 * 4 * (held + columns) if scales else 0
     step = (most_rows + columns) * depth * kind.itemsize
     stages = min((SHARED_BYTES - apart) // step, _MOST_STAGES)
     if scales:  # the ring comes round within a tile: see `ask_for_scales`
         stages = min(stages, K // depth)
     # Both operands of a product are swizzled alike, what lies as [K N] by its columns.
-    transforms = swizzled(depth if scales else math.gcd(depth, width), kind)
+    weight_copies = parts if scales else 1
+    row_copies = -(-most_rows // _MOST_LOADED)
+    line = depth if scales else math.gcd(depth, width)
+    transforms = swizzled(line, kind)
     scratch = {
         "rows": plgpu.SMEM((stages, most_rows, depth), kind, transforms=transforms),
-        "weights": plgpu.SMEM((stages, *tile), kind, transforms=transforms),
-        "out": plgpu.SMEM(staged, dtype, transforms=swizzled(width, dtype)),
-        "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=parts + 1),
+        "weights": plgpu.SMEM(
+            (stages, *tile), kind, transforms=swizzled(line, kind, parts=len(tile) - 1)
+        ),
+        "out": plgpu.SMEM(staged, dtype, transforms=swizzled(staged[2], dtype)),
+        "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=weight_copies + row_copies),
         "used": plgpu.Barrier(num_barriers=stages, num_arrivals=tiling.groups),
     }
     if scales:  # of two tiles: the next one's come before they are needed
-        scratch["row_scales"] = plgpu.SMEM((2, most_rows), jnp.float32)
+        scratch["row_scales"] = plgpu.SMEM((2, held), jnp.float32)
         scratch["column_scales"] = plgpu.SMEM((2, parts, width), jnp.float32)
-        scratch["scaled"] = plgpu.Barrier(num_barriers=2, num_arrivals=parts + 1)
+        scratch["scaled"] = plgpu.Barrier(num_barriers=2, num_arrivals=parts + row_copies)
     names = (*("of_rows", "of_columns")[: len(scales)], "result", *scratch)
     wide = _THREADS * _PAIR if scales and parts == 2 else 1
     return hopper.kernel(
-        functools.partial(_multiply, names=names, N=N, parts=parts, finish=finish),
+        functools.partial(
+            _multiply,
+            names=names,
+            N=N,
+            groups=tiling.groups,
+            width=width,
+            parts=parts,
+            finish=finish,
+        ),
         out_type=jax.ShapeDtypeStruct((len(rows), -(-N // wide) * wide), dtype),
         grid=(min(len(tiles) * -(-N * parts // columns), tiling.blocks),),
         grid_names=("block",),
@@ -503,7 +535,7 @@ def _product(
     )(rows, flat, tiles, num_tiles, *scales)
 
 
-def _multiply(x, w, tiles, num_tiles, *refs, names, N, parts, finish):
+def _multiply(x, w, tiles, num_tiles, *refs, names, N, groups, width, parts, finish):
     """One thread block: a tile of rows and columns, then the one `blocks` further on.
 
     Parts of 8 bits lie side by side in shared memory: one product with both reads the rows once.
@@ -511,7 +543,7 @@ def _multiply(x, w, tiles, num_tiles, *refs, names, N, parts, finish):
     scratch = dict(zip(names, refs, strict=True))
     out, is_scaled = scratch["result"], "scaled" in scratch
     stages, most_rows, depth = scratch["rows"].shape
-    groups, width = most_rows // _ROWS, scratch["out"].shape[2]
+    turns, piece_width = -(-most_rows // (groups * _ROWS)), scratch["out"].shape[2]
     aligned = math.gcd(width, _COLUMNS)  # where a tile's columns begin
     number = functools.partial(jnp.asarray, dtype=jnp.int32)
     block, blocks = jax.lax.axis_index("block"), jax.lax.axis_size("block")
@@ -533,8 +565,14 @@ def _multiply(x, w, tiles, num_tiles, *refs, names, N, parts, finish):
     def piece(i, size):
         return pl.ds(pl.multiple_of(i * size, size), size)
 
-    # Rows of a load: a tile has few of them where experts are many.
-    sizes = [n for n in (8, 16, 32) if n < most_rows] + [n * _ROWS for n in range(1, groups + 1)]
+    def begin_of(turn):
+        """A warpgroup takes every so many-th 64 rows; the last ones begin early."""
+        begin = jnp.minimum((turn * groups + warpgroup) * _ROWS, most_rows - _ROWS)
+        return pl.multiple_of(begin, math.gcd(most_rows, _ROWS))
+
+    def sizes(most):
+        """Rows of a load: a tile has few of them where experts are many."""
+        return [*(n for n in (8, 16, 32, *range(_ROWS, most, _ROWS)) if n < most), most]
 
     def ask_for_scales(half, expert, first, column):
         """They take the place of the last tile's but one, with which all are done.
@@ -542,8 +580,11 @@ def _multiply(x, w, tiles, num_tiles, *refs, names, N, parts, finish):
         For the ring came round since, so that every warpgroup was at the tile in between.
         """
         arrived = scratch["scaled"].at[half]
-        source = scratch["of_rows"].at[pl.ds(pl.multiple_of(first, _ALIGNED), most_rows)]
-        plgpu.copy_gmem_to_smem(source, scratch["row_scales"].at[half], arrived)
+        for begin in range(0, most_rows, _MOST_LOADED):
+            size = min(most_rows - begin, _MOST_LOADED)
+            source = scratch["of_rows"].at[pl.ds(pl.multiple_of(first + begin, _ALIGNED), size)]
+            target = scratch["row_scales"].at[half, pl.ds(begin, size)]
+            plgpu.copy_gmem_to_smem(source, target, arrived)
         for part in range(parts):
             start = pl.multiple_of((expert * parts + part) * N + column, aligned)
             source = scratch["of_columns"].at[pl.ds(start, width)]
@@ -559,23 +600,26 @@ def _multiply(x, w, tiles, num_tiles, *refs, names, N, parts, finish):
                 plgpu.barrier_wait(scratch["used"].at[slot])
 
             loaded, deep = scratch["loaded"].at[slot], piece(step, depth)
-            for part in range(parts):
-                if is_scaled:
+            if is_scaled:
+                for part in range(parts):
                     start = pl.multiple_of((expert * parts + part) * N + column, aligned)
                     source = w.at[pl.ds(start, width), deep]
                     target = scratch["weights"].at[slot, pl.ds(part * width, width)]
-                else:
-                    start = pl.multiple_of(part * N + column, aligned)
-                    source = w.at[piece(expert * steps + step, depth), pl.ds(start, width)]
-                    target = scratch["weights"].at[slot, part]
-                plgpu.copy_gmem_to_smem(source, target, loaded)
-            for least, size in zip([0, *sizes], sizes, strict=False):
-
-                @pl.when((length > least) & (length <= size))
-                def _(size=size):
-                    source = x.at[pl.ds(pl.multiple_of(first, _ALIGNED), size), deep]
-                    target = scratch["rows"].at[slot, pl.ds(0, size)]
                     plgpu.copy_gmem_to_smem(source, target, loaded)
+            else:
+                columns = pl.ds(pl.multiple_of(column, aligned), width)
+                source = w.at[piece(expert * steps + step, depth), :, columns]
+                plgpu.copy_gmem_to_smem(source, scratch["weights"].at[slot], loaded)
+            for begin in range(0, most_rows, _MOST_LOADED):
+                most = min(most_rows - begin, _MOST_LOADED)
+                left = jnp.clip(length - begin, 1, most)  # each copy is waited for
+                for least, size in itertools.pairwise([0, *sizes(most)]):
+
+                    @pl.when((left > least) & (left <= size))
+                    def _(begin=begin, size=size):
+                        source = pl.ds(pl.multiple_of(first + begin, _ALIGNED), size)
+                        target = scratch["rows"].at[slot, pl.ds(begin, size)]
+                        plgpu.copy_gmem_to_smem(x.at[source, deep], target, loaded)
 
             if is_scaled:
                 ask = functools.partial(ask_for_scales, i & 1, expert, first, column)
@@ -596,14 +640,15 @@ def _multiply(x, w, tiles, num_tiles, *refs, names, N, parts, finish):
         slot = jnp.where(count * steps < stages, 0, slot)
         jax.lax.fori_loop(0, jnp.minimum(count * steps, stages), drain, slot)
 
-    def products(*sums, i, slot):
+    def products(*sums, i, slot, store):
         def step(k, slots):
             slot, last = slots
             plgpu.barrier_wait(scratch["loaded"].at[slot])
             weights = scratch["weights"].at[slot]
-            mine = scratch["rows"].at[slot, piece(warpgroup, _ROWS)]
-            for part, own in enumerate(sums):
-                plgpu.wgmma(own, mine, weights.T if is_scaled else weights.at[part])
+            weights = weights.T if is_scaled else weights.reshape(depth, parts * width)
+            for turn, own in enumerate(sums):
+                mine = scratch["rows"].at[slot, pl.ds(begin_of(turn), _ROWS)]
+                plgpu.wgmma(own, mine, weights)
             plgpu.wgmma_wait(len(sums))  # the products of the step before are done
 
             @pl.when(k > 0)
@@ -615,16 +660,17 @@ def _multiply(x, w, tiles, num_tiles, *refs, names, N, parts, finish):
         _, last = jax.lax.fori_loop(0, steps, step, (slot, slot))
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(scratch["used"].at[last])
-        pieces = [own[...] for own in sums]
-        if len(pieces) < parts:
-            pieces = [pieces[0][:, part * width : (part + 1) * width] for part in range(parts)]
-        return finish(*scaled(pieces, i & 1)).astype(out.dtype)
+        if is_scaled:
+            plgpu.barrier_wait(scratch["scaled"].at[i & 1])
+        for turn, own in enumerate(sums):
+            both = own[...]
+            pieces = [both[:, part * width : (part + 1) * width] for part in range(parts)]
+            store(finish(*scaled(pieces, i & 1, turn)).astype(out.dtype), turn)
 
-    def scaled(sums, half):
+    def scaled(sums, half, turn):
         if not is_scaled:
             return sums
-        plgpu.barrier_wait(scratch["scaled"].at[half])
-        by_row = scratch["row_scales"].at[half, piece(warpgroup, _ROWS)]
+        by_row = scratch["row_scales"].at[half, pl.ds(begin_of(turn), _ROWS)]
         by_row = load_scales(by_row, 0, sums[0].shape)
         columns = [scratch["column_scales"].at[half, part] for part in range(parts)]
         return [
@@ -632,41 +678,48 @@ def _multiply(x, w, tiles, num_tiles, *refs, names, N, parts, finish):
             for own, ref in zip(sums, columns, strict=True)
         ]
 
-    def store(values, first, length, column):
+    def store(values, turn, first, length, column):
         """Whole groups of 8 rows, of which the last may hold rows that are never read."""
+        begin = (turn * groups + warpgroup) * _ROWS
+        early = begin - begin_of(turn)  # rows that another warpgroup stores
         staged = scratch["out"].at[warpgroup]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the result before
-        staged[...] = values
-        plgpu.commit_smem()
-        there = jnp.minimum(length - warpgroup * _ROWS + (_ALIGNED - 1), _ROWS)
-        for rows in (64, 32, 16, 8):
-            done = there & ~(2 * rows - 1)
+        there = jnp.minimum(length - begin + (_ALIGNED - 1), _ROWS)
+        for at in range(0, width, piece_width):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the result before
+            staged[...] = values[:, at : at + piece_width]
+            plgpu.commit_smem()
+            columns = pl.ds(pl.multiple_of(column + at, aligned), piece_width)
+            for rows in (64, 32, 16, 8):
+                done = there & ~(2 * rows - 1)
 
-            @pl.when((there & rows) != 0)
-            def _(rows=rows, done=done):
-                source = staged.at[pl.ds(pl.multiple_of(done, _ALIGNED), rows)]
-                down = pl.multiple_of(first + warpgroup * _ROWS + done, _ALIGNED)
-                target = out.at[pl.ds(down, rows), pl.ds(pl.multiple_of(column, aligned), width)]
-                plgpu.copy_smem_to_gmem(source, target)
+                @pl.when((there & rows) != 0)
+                def _(rows=rows, done=done, columns=columns):
+                    source = staged.at[pl.ds(pl.multiple_of(early + done, _ALIGNED), rows)]
+                    down = pl.multiple_of(first + begin + done, _ALIGNED)
+                    plgpu.copy_smem_to_gmem(source, out.at[pl.ds(down, rows), columns])
 
     def compute_tile(i, carry):
         slot, (_, first, length, column) = carry
         following = place(i + 1)  # read early, as by the warpgroup that loads
-        is_busy = length > warpgroup * _ROWS
+        # A warpgroup takes every so many-th 64 rows.
+        busy = jax.lax.div(length + (_ROWS - 1), number(_ROWS)) - warpgroup + (groups - 1)
+        busy = jax.lax.div(busy, number(groups))
 
-        @pl.when(is_busy)
-        def _():
-            shapes = [(_ROWS, parts * width)] if is_scaled else [(_ROWS, width)] * parts
-            sums = [plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in shapes]
-            values = pl.run_scoped(functools.partial(products, i=i, slot=slot), *sums)
-            store(values, first, length, column)
+        for turns_of_tile in range(1, turns + 1):
+
+            @pl.when(busy == turns_of_tile)
+            def _(turns_of_tile=turns_of_tile):
+                sums = plgpu.WGMMAAccumulatorRef((_ROWS, parts * width), jnp.float32)
+                put = functools.partial(store, first=first, length=length, column=column)
+                run = functools.partial(products, i=i, slot=slot, store=put)
+                pl.run_scoped(run, *[sums] * turns_of_tile)
 
         def pass_by(_, slot):
             plgpu.barrier_wait(scratch["loaded"].at[slot])
             plgpu.barrier_arrive(scratch["used"].at[slot])
             return after(slot)
 
-        @pl.when(~is_busy)
+        @pl.when(busy <= 0)
         def _():
             jax.lax.fori_loop(0, steps, pass_by, slot)
             if is_scaled:
