@@ -1018,11 +1018,20 @@ def _end_workers() -> None:
         worker.join()
 
 
+def _is_ready(result: Any) -> bool:
+    """Whether what a program returned has been computed."""
+    arrays = [leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, jax.Array)]
+    return all(array.is_deleted() or array.is_ready() for array in arrays)
+
+
 def _work(tasks: queue.SimpleQueue) -> None:
     """Run tasks in order until None comes; errors go to their futures."""
     last = None  # the last result: once it is ready, no program runs
     while (task := tasks.get()) is not None:
         future, function, args, plan = task
+        # The next result may then lie where this one did, and XLA need not update what it has
+        # recorded of the program.
+        last = None if _is_ready(last) else last
         try:
             result = function(*args)
             last = result if isinstance(result, (jax.Array, tuple)) else last
