@@ -287,7 +287,7 @@ def test_a_folder_is_rounded_as_it_is_read_onto_devices(kind, random_folder, tmp
 
 
 def test_reductions_stand_in_few_functions():
-    """Two functions add over devices, one takes the largest; others call them."""
+    """Three functions add over devices, one takes the largest; others call them."""
     found = set()
     for folder in ("dllm_jax", "strategies", "pallas_kernels", "checkpoints_convert"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -299,7 +299,7 @@ def test_reductions_stand_in_few_functions():
                 if is_function and re.search(r"jax\.lax\.p(sum|max)", ast.unparse(node)):
                     found.add((path.name, node.name))
     sums = {("sharding.py", "total"), ("sampling.py", "total")}
-    assert found == {*sums, ("fp8.py", "quantize")}
+    assert found == {*sums, ("fp8.py", "quantize"), ("fp8.py", "_sought"), ("fp8.py", "tried")}
 
 
 def test_padded_weights_cost_what_whole_ones_do():
