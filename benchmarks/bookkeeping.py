@@ -66,7 +66,6 @@ class NullDevice:
     """Does nothing; hands out prepared fetches in order."""
 
     num_late_compiles = num_programs = num_compiled = 0
-    is_compiling = False
     most_new = 8 * BLOCK
 
     def __init__(self, layout: EngineLayout, prepared: list[np.ndarray]):

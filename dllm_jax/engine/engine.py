@@ -173,9 +173,7 @@ class Engine:
             self._drop_rounds()
         try:
             dispatched = self._dispatch()
-            # While programs are compiled, nothing is dispatched ahead: see `CHUNK_S_COMPILING`.
-            ahead = 0 if self.runner.is_compiling else 1
-            if self._rounds and (len(self._rounds) > ahead or not dispatched):
+            if self._rounds and (len(self._rounds) > 1 or not dispatched):
                 self._fetch(self._rounds.popleft())
         except DeviceFailure as failure:
             self._recover(failure)
@@ -249,17 +247,16 @@ class Engine:
 
     def _dispatch(self) -> bool:
         scheduler, cost = self.scheduler, self.runner.cost
-        how = {"is_open": self.is_open, "is_compiling": self.runner.is_compiling}
         if scheduler.has_waiting:
             for sequence in scheduler.admit():
                 self._place(sequence)
         decoding = scheduler.decoding()
-        steps = num_steps(self._step_s, scheduler, decoding, cost, **how)
+        steps = num_steps(self._step_s, scheduler, decoding, cost, self.is_open)
         last_pass = None
         if len(decoding) < len(scheduler.live):
             last_pass = self._prefill(decoding, steps)
             decoding = scheduler.decoding()
-            steps = num_steps(self._step_s, scheduler, decoding, cost, **how)
+            steps = num_steps(self._step_s, scheduler, decoding, cost, self.is_open)
         in_flight = [chunk for round_ in self._rounds for chunk in round_.chunks]
         if not decoding or all_end(self.layout, in_flight, decoding):
             if last_pass is not None:

@@ -22,9 +22,6 @@ from dllm_jax.engine.scheduler import DECODE, Pass, Scheduler, Sequence
 # does so at once, as its chunk does; one that is aborted leaves its slot at the chunk's end.
 CHUNK_S = 0.5
 CHUNK_S_WATCHED = 0.03  # a client streams, or a request that comes now could have a slot
-# Programs are compiled behind: XLA tries their products out while no program runs, so between two
-# chunks. Beside chunks of 0.2 s a decode program took 31 to 81 s in place of 10 (H200).
-CHUNK_S_COMPILING = 0.03
 CHUNK_S_WAITING = 0.016  # a request waits to decode: sqrt(2 ms x 64 steps x 2 ms a step)
 PREFILL_ALONE = 4  # largest prefill buckets of a round without decode steps
 
@@ -66,21 +63,17 @@ def num_steps(
     decoding: list[Sequence],
     cost: Cost | None,
     is_open: bool = False,
-    is_compiling: bool = False,
 ) -> int:
     """Steps of the next chunk: fewer while a request waits or may come, or a client streams.
 
     Args:
         step_s: Mean seconds of the last steps; 0 before the first.
         is_open: Requests may come at any time; one that finds a free slot waits for two chunks.
-        is_compiling: Programs are compiled behind the requests.
     """
     watched = [sequence for sequence in decoding if sequence.watched]
     if not step_s or any(sequence.owner.request.denoise for sequence in watched):
         return 1
     wanted = CHUNK_S_WATCHED if watched or (is_open and scheduler.has_room) else CHUNK_S
-    if is_compiling:
-        wanted = min(wanted, CHUNK_S_COMPILING)
     has_prefix = len(decoding) < len(scheduler.live)
     if scheduler.has_waiting or has_prefix:
         wanted = CHUNK_S_WAITING

@@ -86,18 +86,12 @@ class Behind:
         self._runner, self._progress = weakref.ref(runner), progress
         self._left, self._ends = deque(work), False
         self._telling = threading.Lock()
-        self._working = min(len(work), _num_threads(runner))
-        self._helpers = [Helper() for _ in range(self._working)]
+        self._helpers = [Helper() for _ in range(min(len(work), _num_threads(runner)))]
         self._owners: dict[Any, Helper] = {}  # by kernels that programs share
         self._threads = [
             threading.Thread(target=self._run, args=(one,), name="dllm-compile", daemon=True)
             for one in self._helpers
         ]
-
-    @property
-    def is_working(self) -> bool:
-        """Whether a thread compiles, or will."""
-        return self._working > 0
 
     def start(self) -> None:
         """Begin to compile."""
@@ -128,8 +122,6 @@ class Behind:
                 self._compile_all(helper)
         finally:
             helper.close()
-            with self._telling:
-                self._working -= 1
 
     def _compile_all(self, helper: Helper) -> None:
         while not self._ends and (item := self._next(helper)) is not None:
@@ -164,7 +156,7 @@ class Behind:
             if helper.compiles and _is_for_helpers(runner):
                 exported = runner.export(call)
             if exported is None:
-                compile = runner.lower(call).compile
+                compile = functools.partial(runner.lower(call).compile, elsewhere.untuned())
             else:
                 compile = functools.partial(exported.compile, helper)
         key = call.key

@@ -1,8 +1,7 @@
 """Programs that another process compiles (docs/adr/0030).
 
 Data flow: a call -> its program as exported text -> a folder, or a helper that compiles the text
-and writes the folder -> the compiled program, loaded here. A helper tries no products out: the
-device is at work.
+and writes the folder -> the compiled program, loaded here.
 """
 
 import contextlib
@@ -77,15 +76,18 @@ def export(call: Call, state: Any) -> Exported | None:
         return None
     fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
     first = len(args[0])
-    options = programs.OPTIONS.get(call.program, {})
-    if platform == "cuda":
-        options = options | {"xla_gpu_autotune_level": 0}
+    options = programs.OPTIONS.get(call.program, {}) | untuned()
     asked = Asked(
         {name: value for name, value in fields.items() if name not in _TREES},
         range(first, first + len(args[1])),
         options,
     )
     return Exported(asked, made.in_tree, made.out_tree)
+
+
+def untuned() -> dict[str, Any]:
+    """Options of XLA, which would try products out between programs of a device that is at work."""
+    return {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else {}
 
 
 def compiled(asked: Asked, place: Path | None) -> bytes:

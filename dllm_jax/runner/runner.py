@@ -918,11 +918,6 @@ class ModelRunner:
         return len(self.compiled)
 
     @property
-    def is_compiling(self) -> bool:
-        """Whether programs are compiled behind the requests now."""
-        return self._behind is not None and self._behind.is_working
-
-    @property
     def num_programs(self) -> int:
         """Programs that are there, and those that are still to be compiled."""
         return len(self.compiled) + (len(self._behind.missing) if self._behind is not None else 0)
@@ -1020,7 +1015,8 @@ def _end_workers() -> None:
 
 def _is_ready(result: Any) -> bool:
     """Whether what a program returned has been computed."""
-    arrays = [leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, jax.Array)]
+    # Any: the stubs of JAX lack `is_ready`.
+    arrays: list[Any] = [one for one in jax.tree.leaves(result) if isinstance(one, jax.Array)]
     return all(array.is_deleted() or array.is_ready() for array in arrays)
 
 

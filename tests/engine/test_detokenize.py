@@ -275,7 +275,7 @@ def test_tokenizer_that_shows_every_broken_byte_is_waited_for():
 def test_stop_string_that_an_abort_brings_to_light_ends_the_text(tokenizers):
     tokenizer = tokenizers["fallback"]
     params = SamplingParams(stop="€")
-    runner = SimpleNamespace(layout=make_layout(HOST), cost=None, is_compiling=False)
+    runner = SimpleNamespace(layout=make_layout(HOST), cost=None)
     engine = Engine(runner, tokenizer)
     name = engine.add(Request(prompt_token_ids=[5], params=params))
     (sequence,) = engine.sequences(name)

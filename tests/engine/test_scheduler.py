@@ -576,7 +576,6 @@ def test_chunks_last_a_while_and_less_where_somebody_waits(host: ModuleType) -> 
     assert steps(0.0) == 1
     assert steps(0.001) == int(planning.CHUNK_S / 0.001)
     assert steps(0.001, is_open=True) == int(planning.CHUNK_S_WATCHED / 0.001)
-    assert steps(0.001, is_compiling=True) == int(planning.CHUNK_S_COMPILING / 0.001)
     others = [books.run([5] * 4) for _ in range(2)]  # no slot is free: whoever comes waits for one
     assert steps(0.001, is_open=True) == int(planning.CHUNK_S / 0.001)
     for other in others:

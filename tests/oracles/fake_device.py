@@ -115,7 +115,6 @@ class FakeDevice:
     def __init__(self, layout: Any, failure: type[Exception], clock: Clock, cost: Any = None):
         self.layout, self.cost, self.clock = layout, cost, clock
         self.num_late_compiles = self.num_programs = self.num_compiled = 0
-        self.is_compiling = False
         self.failure = failure
         self.planned: list[str] = []
         self.untraceable: list[str] = []

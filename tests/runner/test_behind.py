@@ -81,7 +81,8 @@ class Compiler:
         self.num_lowering -= 1
         go, fails = self.go, self.fails == call.key
 
-        def compile():
+        def compile(options):
+            assert options == elsewhere.untuned()
             assert go.wait(10)
             if fails:
                 raise RuntimeError("no such instruction")
@@ -258,7 +259,7 @@ from dllm_jax.runner import behind, warmup
 class Slow:
     compiled = set()
     def lower(self, call):
-        def compile():
+        def compile(options):
             time.sleep(1.0)
             print("compiled", flush=True)
         return types.SimpleNamespace(compile=compile)
