@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.kernels.expert_ffn import expert_ffn
+from dllm_jax.kernels.expert_ffn import expert_ffn, routed_and_dense, takes_dense
 from dllm_jax.kernels.layer import (
     Fp8Matrix,
     Fp8Rows,
@@ -270,8 +270,7 @@ def _behind(
     is_small = isinstance(layer["w_gate_up"], Fp8Matrix)
     branches = ((added, layer["post_attn_norm"]),)
     x, (rows, routed) = sandwich(x, branches, following, is_quantized=is_small)
-    plain = _geglu(rows, layer["w_gate_up"], layer["w_down"], x.dtype, ops.axis)
-    routed = _experts(layer, cfg, x, routed, live, ops)
+    plain, routed = _both_halves(layer, cfg, x, rows, routed, live, ops)
     if ops.axis is not None:  # both in one sum, before their norms
         assert isinstance(routed, jax.Array)
         both = jnp.stack([fp8.rounded(plain, x.dtype), routed])
@@ -317,15 +316,16 @@ def _rotary(
     return jnp.where(turns, cos, 1.0), jnp.where(turns, sin, 0.0)
 
 
-def _experts(
+def _both_halves(
     layer: Any,
     cfg: GemmaConfig,
     x: Float[Array, "B T D"],
-    rows: Float[Array, "B T D"],
+    rows: Float[Array, "B T D"] | Fp8Rows,
+    routed: Float[Array, "B T D"],
     live: Bool[Array, "B T"] | None,
     ops: LayerOps,
-) -> Float[Array, "B T D"] | RoutedRows:
-    """The routed half of the feed-forward part on normed rows, of a device's own experts.
+) -> tuple[Any, Float[Array, "B T D"] | RoutedRows]:
+    """The dense and the routed half on their normed rows, of a device's own experts.
 
     The router reads the residual stream `x` with a norm of its own, in float32.
     """
@@ -345,9 +345,14 @@ def _experts(
         none = ids >= cfg.num_experts
         ids = jnp.where(none, -1, ids - first_of(len(layer["experts_down"]), ops.axis))
     matrices = layer["experts_gate_up"], layer["experts_down"]
-    flat, is_summed = rows.reshape(-1, D), not takes_routed(x, ops, "sandwich_norm")
+    flat, is_summed = routed.reshape(-1, D), not takes_routed(x, ops, "sandwich_norm")
+    dense: Any = (rows, layer["w_gate_up"], layer["w_down"])
+    if not is_summed and takes_dense(flat, ids, matrices[1], dense):
+        both = routed_and_dense(flat, ids, weights, *matrices, dense, activation="gelu")
+        return both[1].like(x), both[0].like(x)
+    plain = _geglu(*dense, x.dtype, ops.axis)
     out = expert_ffn(flat, ids, weights, *matrices, activation="gelu", is_summed=is_summed)
-    return out.like(x) if isinstance(out, RoutedRows) else out.reshape(x.shape)
+    return plain, out.like(x) if isinstance(out, RoutedRows) else out.reshape(x.shape)
 
 
 def _geglu(
@@ -359,8 +364,10 @@ def _geglu(
 ) -> Float[Array, "... D"] | Fp8Sums:
     """`(gelu(x Wg) * (x Wu)) Wd` (Shazeer 2020, eq. 6), gelu by tanh; `axis` as of `_matmul`."""
     # What several devices share has one scale, which they find together.
-    is_quantized = isinstance(w_down, Fp8Matrix) and axis is None
-    inner = gate(_matmul(x, w_gate_up, dtype), "gelu", dtype=dtype, is_quantized=is_quantized)
+    how: Any = {"dtype": dtype}
+    if isinstance(w_down, Fp8Matrix) and axis is None:
+        how |= {"is_quantized": True, "width": w_down.values.shape[-1]}
+    inner = gate(_matmul(x, w_gate_up, dtype), "gelu", **how)
     return _matmul(inner, w_down, dtype, axis)
 
 

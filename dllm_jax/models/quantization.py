@@ -79,13 +79,15 @@ def with_quantized_head(params: dict[str, Any], split: Split | None = None) -> d
 @functools.partial(jax.jit, static_argnames=("name", "split"))
 def _quantize(w: Array, name: str, split: Split | None) -> Fp8Matrix | Fp8Experts:
     body = quantize_experts
+    shares_inputs = split is not None and name in _INPUTS and split_axis((name,)) == 0
     if name in _INPUTS:
-        body = functools.partial(quantize_matrix, num_inputs=_INPUTS[name])
+        how = {"num_inputs": _INPUTS[name], "is_filled": name == "w_down" and not shares_inputs}
+        body = functools.partial(quantize_matrix, **how)
     if split is None:
         return body(w)
     result = jax.eval_shape(body, w)
     # Where its inputs are split, an output's largest number is that of all devices.
-    if name in _INPUTS and split_axis((name,)) == 0:
+    if shares_inputs:
         body = functools.partial(body, axis=split.axis)
     return _in_parts(body, w, name, split, result)
 

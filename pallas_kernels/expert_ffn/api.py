@@ -8,7 +8,7 @@ Letters: T rows, k experts of a row, E experts, D model width, F an expert's inn
 
 import functools
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from ..dispatch import BackEnd
 from ..layer.routed import RoutedRows
 from . import grouped, mosaic, reference, triton
 from .fp8 import Fp8Experts
+from .mosaic import Dense
 from .transforms import transformable
 
 Implementation = Literal["dense", "grouped", "triton", "mosaic"]
@@ -36,6 +37,9 @@ DENSE_SHARE = 4  # experts in all, per expert of a row
 # to 18 % at 1,024, 29 to 33 % at 4,096 (benchmarks/results/expert_ffn_mosaic_h200.json); more were
 # not measured.
 MOSAIC_ROWS = 4096
+# Most rows that take a dense half in the experts' launches: with more, products are bound by the
+# tensor cores, and XLA's are the faster ones.
+DENSE_HALF_ROWS = 1024
 
 
 def expert_ffn(
@@ -79,10 +83,40 @@ def expert_ffn(
     arguments = (x, expert_ids, expert_weights, w_gate_up, w_down)
     back_ends = _back_ends(x, expert_ids, w_down, activation)
     if not is_summed and dispatch.choose(implementation, back_ends) == "mosaic":
-        run = functools.partial(mosaic.routed_rows, activation=activation)
-        # Mosaic kernels have no batching rule, so vmap runs them one after another.
-        return jax.custom_batching.sequential_vmap(run)(*arguments)
+        return _routed_rows(*arguments, activation=activation)[0]
     return dispatch.run(implementation, back_ends, *arguments)
+
+
+def takes_dense(x: Array, expert_ids: Array, w_down: Array | Fp8Experts, dense: Dense) -> bool:
+    """Whether `routed_and_dense` is faster than the dense half by itself."""
+    chosen = choose(x, expert_ids, w_down) == "mosaic" and len(x) <= DENSE_HALF_ROWS
+    return chosen and mosaic.unsupported_beside(w_down, dense) is None
+
+
+def routed_and_dense(
+    x: Float[Array, "T D"],
+    expert_ids: Int[Array, "T k"],
+    expert_weights: Float[Array, "T k"],
+    w_gate_up: Fp8Experts,
+    w_down: Fp8Experts,
+    dense: Dense,
+    *,
+    activation: Activation = "silu",
+) -> tuple[RoutedRows, RoutedRows]:
+    """`expert_ffn`, and a dense half in its launches, both left to the norms that follow.
+
+    Args:
+        dense: Rows of 8 bits that the dense half takes, its gate and up in turns, and its down.
+    """
+    given = x, expert_ids, expert_weights, w_gate_up, w_down, dense
+    routed, plain = _routed_rows(*given, activation=activation)
+    return routed, plain
+
+
+def _routed_rows(*given: Any, activation: Activation) -> tuple[RoutedRows, ...]:
+    run = functools.partial(mosaic.routed_rows, activation=activation)
+    # Mosaic kernels have no batching rule, so vmap runs them one after another.
+    return jax.custom_batching.sequential_vmap(run)(*given)
 
 
 def choose(x: Array, expert_ids: Array, w_down: Array | Fp8Experts) -> Implementation:

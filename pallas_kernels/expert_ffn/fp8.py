@@ -13,9 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..layer.fp8 import quantize
-
-_LINE = 128  # bytes that memory is read by
+from ..layer.fp8 import LINE, filled, quantize
 
 
 @functools.partial(jax.tree_util.register_dataclass)
@@ -62,14 +60,10 @@ def quantize_experts(w: Float[Array, "E K *N"]) -> Fp8Experts:
 
     def one(matrix: Array) -> tuple[Array, Array]:
         values, scales = quantize(jnp.moveaxis(matrix, 0, -1))
-        return _filled(values, -(-depth // _LINE) * _LINE if depth > _LINE else depth), scales
+        return filled(values, -(-depth // LINE) * LINE if depth > LINE else depth), scales
 
     values, scales = jax.lax.map(one, w)
     return Fp8Experts(values, scales, depth)
-
-
-def _filled(rows: Float[Array, "... K"], width: int) -> Float[Array, "... L"]:
-    return jnp.pad(rows, ((0, 0),) * (rows.ndim - 1) + ((0, width - rows.shape[-1]),))
 
 
 def products(
@@ -77,7 +71,7 @@ def products(
 ) -> Float[Array, "*E M N"]:
     """Rows, rounded to 8 bits, by the matrices of their experts; float32."""
     rounded, row_scales = quantize(rows, is_rows=True)
-    rounded = _filled(rounded, values.shape[-1])
+    rounded = filled(rounded, values.shape[-1])
     batch = tuple(range(rows.ndim - 2))
     last = (rows.ndim - 1,)
     sums = jax.lax.dot_general(

@@ -12,6 +12,11 @@ Experts of 8 bits are stored as [N K] and multiplied with rows of 8 bits. `_plac
 that enter, a fifth launch, `_round`, those between the products. The float32 sums are multiplied by
 the scales of row and column.
 
+A dense half of 8 bits that all rows take may go with them (`Beside`): its columns are those of some
+more experts, for which its rows lie in front of all places, once for gate and up, and once for each
+region of its inner columns behind that. So its launches and their gaps are saved, and its bytes are
+loaded while other blocks load those of experts.
+
 An expert's rows begin at a multiple of 8 places, as a swizzled tile does. The places in between are
 never written; their results are computed from garbage and never read. The grid has as many blocks
 of threads as run at once, each with every so many-th tile. In a block one warpgroup loads, by TMA
@@ -28,6 +33,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
@@ -36,7 +42,7 @@ from .. import hopper
 from ..activation import GELU_CUBE, GELU_SLOPE, Activation
 from ..hopper import MULTIPROCESSORS, SHARED_BYTES, load, load_scales, next_buffer, swizzled
 from ..layer.fp8 import DTYPE as FP8
-from ..layer.fp8 import Fp8Rows, factors_of_scalar
+from ..layer.fp8 import Fp8Matrix, Fp8Rows, factors_of_scalar
 from ..layer.mosaic import weighted
 from ..layer.routed import RoutedRows
 from ..lowered import lowered_once
@@ -56,8 +62,50 @@ _CHUNK = 32  # rows whose pairs are compared with each other; XLA counts those o
 _FEW_CHUNKS = 16  # whose counts each row adds up by itself
 _MANY_PAIRS = 4096  # from which on a program rounds all of a row: their loads overlap
 _AT_ONCE = 16  # pairs that others are compared with between two branches
+_BETWEEN = 24  # tiles of experts between those of a dense half
 _THREADS, _PAIR = 128, 2  # of a row's program, and numbers that become 8 bits at once, at least
 _REGISTERS = {1: 208, 2: 232, 3: 152, 4: 112}  # by the number of warpgroups that compute
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Beside:
+    """Where a dense half lies among the experts.
+
+    Attributes:
+        experts: How many there are; numbers from that on are those of the dense half.
+        count: Tiles' worth of experts, and regions of inner columns: as many.
+        inner: Inner columns in all.
+        rows: That there are.
+        tile_rows: As of `_sorted_rows`.
+    """
+
+    experts: int
+    count: int
+    inner: int
+    rows: int
+    tile_rows: int
+
+    @property
+    def apart(self) -> int:
+        """Places of a region."""
+        return -(-self.rows // _ALIGNED) * _ALIGNED
+
+    @property
+    def tiles(self) -> int:
+        """Of one of its experts."""
+        return -(-self.rows // self.tile_rows)
+
+    def slot(self, tile: Array) -> Array:
+        """Where the tiles of experts are in the table: those of the dense half come in between.
+
+        All at once would wait for the way from L2, where the others wait for memory.
+        """
+        passed = [jnp.where(tile >= i * _BETWEEN, 1, 0) for i in range(self.count)]
+        return tile + self.tiles * functools.reduce(jnp.add, passed)
+
+    def first_slot(self, i: int, tiles: Array) -> Array:
+        """Of its i-th expert, where experts have so many tiles."""
+        return jnp.minimum(i * _BETWEEN, tiles) + i * self.tiles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,6 +131,10 @@ class Tiling:
     def tile_rows(self) -> int:
         """Rows of a tile, at most."""
         return self.rows or self.groups * _ROWS
+
+
+# Rows that are normed for it, gate and up in turns, and down.
+Dense = tuple[Fp8Rows, Fp8Matrix, Fp8Matrix]
 
 
 def unsupported(x: Array, w_down: Array | Fp8Experts) -> str | None:
@@ -131,6 +183,19 @@ def choose_tiling(num_pairs: int, w_down: Array | Fp8Experts) -> Tiling:
     return Tiling(groups=2, rows=math.ceil(each / 32) * 32, gate_up=128, down=128)
 
 
+def unsupported_beside(w_down: Array | Fp8Experts, dense: Dense) -> str | None:
+    """Why a dense half cannot go with such experts, or None."""
+    rows, w_gate_up, w_out = dense
+    if not isinstance(w_down, Fp8Experts) or not isinstance(rows, Fp8Rows):
+        return "needs experts and rows of 8 bits"
+    _, F, _ = w_down.shape
+    inner, turn = w_out.shape[0], w_gate_up.shape[-1]
+    wide, count = w_down.values.shape[-1], inner // F
+    if inner % F or -(-inner // wide) != count or w_out.values.shape[-1] % _LINE_BYTES:
+        return f"needs as many regions of {wide} inner columns as of {F}, got {inner}"
+    return f"needs turns that divide {_COLUMNS}, got {turn}" if _COLUMNS % turn else None
+
+
 @lowered_once(static_argnames=("activation", "tiling", "interpret"))
 def routed_rows(
     x: Array,
@@ -138,19 +203,30 @@ def routed_rows(
     expert_weights: Array,
     w_gate_up: Array | Fp8Experts,
     w_down: Array | Fp8Experts,
+    dense: Dense | None = None,
     *,
     activation: Activation = "silu",
     tiling: Tiling | None = None,
     interpret: Any = None,
-) -> RoutedRows:
-    """See `api.expert_ffn`; `interpret`, an `InterpretGPUParams`, runs it on a CPU, for tests."""
+) -> tuple[RoutedRows, ...]:
+    """See `api.expert_ffn`; `interpret`, an `InterpretGPUParams`, runs it on a CPU, for tests.
+
+    Returns:
+        What the experts gave, and what the dense half gave if there is one.
+    """
     E, F, D = w_down.shape
     tiling = choose_tiling(expert_ids.size, w_down) if tiling is None else tiling
     if tiling.gate_up > 2 * F or tiling.down > D:
         raise ValueError(f"{tiling=} is wider than its matrices, {F=} and {D=}")
     is_small = isinstance(w_down, Fp8Experts)
+    beside, held, more_gate_up, more_down = (None,) * 4
+    if dense is not None:
+        held, more_gate_up, more_down = dense
+        inner = more_down.shape[0]
+        numbers = {"experts": E, "count": inner // F, "inner": inner}
+        beside = Beside(**numbers, rows=len(x), tile_rows=tiling.tile_rows)
     rows, place, tiles, num_tiles = _sorted_rows(
-        x, expert_ids, E, tiling.tile_rows, is_small, interpret
+        x, expert_ids, E, tiling.tile_rows, is_small, interpret, held, beside
     )
 
     def gated(gate: Array, up: Array) -> Array:
@@ -161,12 +237,17 @@ def routed_rows(
         return gate * (root * root) * up
 
     how = {"tiles": tiles, "num_tiles": num_tiles, "tiling": tiling, "interpret": interpret}
-    multiply = functools.partial(_product, dtype=x.dtype, **how)
-    inner = multiply(rows, w_gate_up, gated, parts=2, columns=tiling.gate_up)
+    multiply = functools.partial(_product, dtype=x.dtype, beside=beside, **how)
+    inner = multiply(rows, w_gate_up, more_gate_up, gated, parts=2, columns=tiling.gate_up)
     if is_small:
-        inner = _rounded(inner, place, F, interpret)
-    results = multiply(inner, w_down, lambda sums: sums, parts=1, columns=tiling.down)
-    return RoutedRows(results, place, expert_weights.astype(jnp.float32))
+        inner = _rounded(inner, place, F, interpret, beside)
+    results = multiply(inner, w_down, more_down, lambda sums: sums, parts=1, columns=tiling.down)
+    routed = RoutedRows(results, place, expert_weights.astype(jnp.float32))
+    if beside is None:
+        return (routed,)
+    at = np.arange(len(x))[:, None] + np.arange(beside.count)[None] * beside.apart
+    ones = jnp.ones(at.shape, jnp.float32)
+    return routed, RoutedRows(results, jnp.asarray(at, jnp.int32), ones)
 
 
 @lowered_once(static_argnames=("activation", "tiling", "interpret"))
@@ -184,7 +265,7 @@ def expert_ffn(
     """`routed_rows`, added up and rounded."""
     given = x, expert_ids, expert_weights, w_gate_up, w_down
     how = {"activation": activation, "tiling": tiling, "interpret": interpret}
-    routed = routed_rows.__wrapped__(*given, **how)
+    (routed,) = routed_rows.__wrapped__(*given, **how)
     return hopper.kernel(
         _combine,
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
@@ -202,11 +283,16 @@ def _sorted_rows(
     tile_rows: int,
     is_quantized: bool,
     interpret: Any,
+    held: Fp8Rows | None = None,
+    beside: Beside | None = None,
 ) -> tuple[Float[Array, "P D"] | Fp8Rows, Int[Array, "T k"], Int[Array, "N 3"], Int[Array, " n"]]:
-    """Rows by place, the place of each pair, the tiles, and numbers whose last is how many.
+    """Rows by place, the place of each pair, the tiles, and numbers whose last counts experts'.
 
     A tile is its expert, the place of its first row and how many it has. Places between experts and
     tiles past the last one hold anything.
+
+    Args:
+        held: Rows of the dense half `beside`, whose tiles are more than are counted.
     """
     T, k = expert_ids.shape
     chunks = -(-T // _CHUNK)
@@ -219,22 +305,33 @@ def _sorted_rows(
     # Loads of a tile's rows may reach past the last place.
     places = T * k + min(T * k, E) * (_ALIGNED - 1) + tile_rows
     places = -(-places // _ALIGNED) * _ALIGNED
+    most_tiles, given = max_tiles(T * k, E, tile_rows), (x,)
+    if beside is not None:
+        assert held is not None
+        places += beside.count * beside.apart
+        most_tiles += beside.count * beside.tiles
+        given = x, held.values.reshape(T, -1), held.scales.reshape(T)
     out = [
         jax.ShapeDtypeStruct((T, k), jnp.int32),
-        jax.ShapeDtypeStruct((max_tiles(T * k, E, tile_rows), 3), jnp.int32),
+        jax.ShapeDtypeStruct((most_tiles, 3), jnp.int32),
         *_rows_like(places, x.shape[1], FP8 if is_quantized else x.dtype),
     ]
-    launch = functools.partial(
-        hopper.kernel,
-        grid=(T,),
-        grid_names=("row",),
-        kernel_name="expert_ffn_place",
-        interpret=interpret,
-    )
+
+    def launch(body: Callable[..., Any], out_type: Any) -> Callable[..., Any]:
+        body = functools.partial(body, beside=beside)
+        return hopper.kernel(
+            body if beside is None else functools.partial(_place_beside, body=body, beside=beside),
+            out_type=out_type,
+            grid=(T,),
+            grid_names=("row",),
+            kernel_name="expert_ffn_place",
+            interpret=interpret,
+        )
+
     if chunks == 1:
         body = functools.partial(_place_few, E=E, k=k, tile_rows=tile_rows)
         count = jax.ShapeDtypeStruct((1,), jnp.int32)
-        num_tiles, place, tiles, rows, *scales = launch(body, out_type=[count, *out])(x, ids)
+        num_tiles, place, tiles, rows, *scales = launch(body, [count, *out])(*given, ids)
         return Fp8Rows(rows, *scales) if scales else rows, place, tiles, num_tiles
 
     # Comparisons and sums, a fusion each: a sort or a running sum takes several launches.
@@ -243,9 +340,7 @@ def _sorted_rows(
     if chunks <= _FEW_CHUNKS and E % _THREADS == 0:
         body = functools.partial(_place_counted, k=k, tile_rows=tile_rows)
         count = jax.ShapeDtypeStruct((1,), jnp.int32)
-        num_tiles, place, tiles, rows, *scales = launch(body, out_type=[count, *out])(
-            x, ids, counts
-        )
+        num_tiles, place, tiles, rows, *scales = launch(body, [count, *out])(*given, ids, counts)
         return Fp8Rows(rows, *scales) if scales else rows, place, tiles, num_tiles
     earlier = jnp.tri(chunks + 1, chunks, k=-1, dtype=bool)  # the last line: all chunks
     before = jnp.where(earlier[:, :, None], counts[None], 0).sum(axis=1, dtype=jnp.int32)
@@ -256,7 +351,8 @@ def _sorted_rows(
         for size in (_ALIGNED, tile_rows)
     )
     body = functools.partial(_place, k=k, tile_rows=tile_rows)
-    place, tiles, rows, *scales = launch(body, out_type=out)(x, ids, before, first, first_tile)
+    counts = ids, before, first, first_tile
+    place, tiles, rows, *scales = launch(body, out)(*given, *counts)
     return Fp8Rows(rows, *scales) if scales else rows, place, tiles, first_tile
 
 
@@ -266,8 +362,26 @@ def _rows_like(count: int, width: int, dtype: Any) -> list[jax.ShapeDtypeStruct]
     return [rows, jax.ShapeDtypeStruct((count,), jnp.float32)] if dtype == FP8 else [rows]
 
 
-def _place(x, ids, before, first, first_tile, place, tiles, rows, *scales, k, tile_rows):
-    """One row: the places of its pairs, and the row at each of them."""
+def _place_beside(x, held, units, *refs, body, beside):
+    """As `body` does, and the row of the dense half; `body` counts the tiles of experts."""
+    row, size = jax.lax.axis_index("row"), jnp.asarray(beside.tile_rows, jnp.int32)
+    values, unit = load(held.at[row], _strided(held.shape[1], 8)), units[row]
+    count = body(x, *refs)
+    tiles, rows, scales = refs[-3:]
+    rows[row], scales[row] = values, unit
+    before = jax.lax.div(row, size)
+
+    @pl.when(row == before * size)
+    def _():
+        for i in range(beside.count):
+            to = beside.first_slot(i, count) + before
+            tiles[to, 0] = beside.experts + i
+            tiles[to, 1] = i * beside.apart + row
+            tiles[to, 2] = jnp.minimum(beside.rows - row, size)
+
+
+def _place(x, ids, before, first, first_tile, place, tiles, rows, *scales, k, tile_rows, beside):
+    """One row: the places of its pairs, and the row at each of them; how many tiles there are."""
     row, number = jax.lax.axis_index("row"), functools.partial(jnp.asarray, dtype=jnp.int32)
     chunk = jax.lax.div(row, number(_CHUNK))
     start = (row - chunk * _CHUNK) * k  # of its pairs in the chunk
@@ -281,10 +395,11 @@ def _place(x, ids, before, first, first_tile, place, tiles, rows, *scales, k, ti
     ahead = [(theirs == one) & (index < start + j) for j, one in enumerate(mine)]
     rank = [before[chunk, one] + more for one, more in zip(mine, _counts(ahead), strict=True)]
     where = [mine, routed, begin, tile, length, rank]
-    _write_row(row, where, values, place, tiles, (rows, *scales), tile_rows)
+    _write_row(row, where, values, place, tiles, (rows, *scales), tile_rows, beside)
+    return first_tile[first_tile.shape[0] - 1]
 
 
-def _place_counted(x, ids, counts, num_tiles, place, tiles, rows, *scales, k, tile_rows):
+def _place_counted(x, ids, counts, num_tiles, place, tiles, rows, *scales, k, tile_rows, beside):
     """As `_place`, given how many pairs of each chunk an expert has: a row adds them up itself."""
     row, number = jax.lax.axis_index("row"), functools.partial(jnp.asarray, dtype=jnp.int32)
     chunks, E = counts.shape
@@ -309,15 +424,17 @@ def _place_counted(x, ids, counts, num_tiles, place, tiles, rows, *scales, k, ti
     before = _counts([(theirs == one) & (index < start + j) for j, one in enumerate(mine)])
     rank = [(n >> half) + more for n, more in zip(at, before, strict=True)]
     where = [mine, routed, begin, tile, [n & low for n in at], rank]
-    _write_row(row, where, values, place, tiles, (rows, *scales), tile_rows)
+    _write_row(row, where, values, place, tiles, (rows, *scales), tile_rows, beside)
     count = jnp.sum(cut)
 
     @pl.when(row == 0)
     def _():
         num_tiles[0] = count
 
+    return count
 
-def _place_few(x, ids, num_tiles, place, tiles, rows, *scales, E, k, tile_rows):
+
+def _place_few(x, ids, num_tiles, place, tiles, rows, *scales, E, k, tile_rows, beside):
     """As `_place`, where all pairs are one chunk: each row counts them for itself.
 
     An expert has as many tiles as pairs whose rank among its own is a multiple of a tile's rows.
@@ -348,11 +465,13 @@ def _place_few(x, ids, num_tiles, place, tiles, rows, *scales, E, k, tile_rows):
     count, *found = _counts(found)
     begin = [_ALIGNED * n for n in found[::4]]
     where = [mine, routed, begin, found[1::4], found[2::4], found[3::4]]
-    _write_row(row, where, values, place, tiles, (rows, *scales), tile_rows)
+    _write_row(row, where, values, place, tiles, (rows, *scales), tile_rows, beside)
 
     @pl.when(row == 0)
     def _():
         num_tiles[0] = count
+
+    return count
 
 
 def _pairs_of(ids, chunk):
@@ -384,10 +503,12 @@ def _counts(masks):
     return found
 
 
-def _write_row(row, where, values, place, tiles, targets, tile_rows):
+def _write_row(row, where, values, place, tiles, targets, tile_rows, beside):
     """The row at the places of its pairs, and the tiles that begin with one of them."""
     for j, (expert, routed, begin, tile, length, rank) in enumerate(zip(*where, strict=True)):
         at = begin + rank
+        if beside is not None:
+            at = at + beside.count * beside.apart
         place[row, j] = jnp.where(routed, at, NO_PLACE)
 
         @pl.when(routed)
@@ -399,6 +520,7 @@ def _write_row(row, where, values, place, tiles, targets, tile_rows):
 
         @pl.when(routed & (rank == before * tile_rows))
         def _(at=at, to=tile + before, expert=expert, left=length - rank):
+            to = to if beside is None else beside.slot(to)
             tiles[to, 0] = expert
             tiles[to, 1] = at
             tiles[to, 2] = jnp.minimum(left, tile_rows)
@@ -414,13 +536,18 @@ def _as(dtype: Any, row: Array) -> list[Array]:
 
 
 def _rounded(
-    inner: Float[Array, "P Fp"], place: Int[Array, "T k"], F: int, interpret: Any
+    inner: Float[Array, "P Fp"],
+    place: Int[Array, "T k"],
+    F: int,
+    interpret: Any,
+    beside: Beside | None = None,
 ) -> Fp8Rows:
     """The rows of all pairs in 8 bits, by place; columns from F on hold anything and become 0."""
     (P, width), (T, k) = inner.shape, place.shape
+    k += 0 if beside is None else beside.count
     at_once = k if T * k >= _MANY_PAIRS else 1
     values, scales = hopper.kernel(
-        functools.partial(_round, F=F, at_once=at_once),
+        functools.partial(_round, F=F, at_once=at_once, beside=beside),
         out_type=_rows_like(P, width, FP8),
         grid=(T, k // at_once),
         grid_names=("row", "choice"),
@@ -430,18 +557,27 @@ def _rounded(
     return Fp8Rows(values, scales)
 
 
-def _round(inner, place, values, scales, *, F, at_once):
-    """Some pairs of a row, all read before the first is written."""
+def _round(inner, place, values, scales, *, F, at_once, beside):
+    """Some pairs of a row, all read before the first is written; last those of a dense half."""
     row, first = jax.lax.axis_index("row"), jax.lax.axis_index("choice") * at_once
-    P, width = inner.shape
+    (P, width), (_, k) = inner.shape, place.shape
     layout = _strided(width, 8)
-    places = [place[row, first + j] for j in range(at_once)]
-    pairs = [load(inner.at[jnp.minimum(at, P - 1)], layout) for at in places]
-    for at, pair in zip(places, pairs, strict=True):
+
+    def where(choice):
+        """The place of a pair, and its columns."""
+        if beside is None:
+            return place[row, choice], F
+        region, is_one = choice - k, choice < k
+        at = jnp.where(is_one, place[row, jnp.minimum(choice, k - 1)], region * beside.apart + row)
+        return at, jnp.where(is_one, F, beside.inner - region * width)
+
+    places = [where(first + j) for j in range(at_once)]
+    pairs = [load(inner.at[jnp.minimum(at, P - 1)], layout) for at, _ in places]
+    for (at, columns), pair in zip(places, pairs, strict=True):
         found = pair.astype(jnp.float32)
         if width > F:
             index = plgpu.broadcasted_iota(jnp.int32, found.shape, 0, layout=layout)
-            found = jnp.where(index < F, found, 0.0)
+            found = jnp.where(index < columns, found, 0.0)
         found, scale = _as(FP8, found)
 
         @pl.when(at < NO_PLACE)
@@ -458,9 +594,11 @@ def _combine(results, place, weights, out):
 def _product(
     x: Float[Array, "P K"] | Fp8Rows,
     w: Float[Array, "E K *N"] | Fp8Experts,
+    more: Fp8Matrix | None,
     finish: Callable[..., Array],
     *,
     dtype: Any,
+    beside: Beside | None,
     tiles: Int[Array, "N 3"],
     num_tiles: Int[Array, " n"],
     parts: int,
@@ -469,6 +607,8 @@ def _product(
     interpret: Any,
 ) -> Array:
     """Each tile's rows times its expert's weights, whose `parts` side by side meet in `finish`.
+
+    The dense half has the matrix `more`.
 
     What comes out before it is rounded to 8 bits has whole pairs of columns for every thread.
     """
@@ -481,9 +621,12 @@ def _product(
     else:
         assert isinstance(w, jax.Array)
         rows, flat, scales = x, w.reshape(E * K, parts, N), ()
+    others = () if more is None else (more.flat.values, more.flat.scales)
     kind, most_rows = rows.dtype, tiling.tile_rows
     depth = math.gcd(K, _LINE_BYTES // kind.itemsize)
     width = columns // parts
+    # Columns that lie side by side in all weights of 8 bits.
+    strip = width if more is None or parts == 1 else min(width, more.shape[-1])
     tile = (columns, depth) if scales else (depth, parts, width)
     staged = (tiling.groups, _ROWS, math.gcd(width, _STAGED) if tiling.rows else width)
     apart = math.prod(staged) * jnp.dtype(dtype).itemsize
@@ -494,7 +637,7 @@ def _product(
     if scales:  # the ring comes round within a tile: see `ask_for_scales`
         stages = min(stages, K // depth)
     # Both operands of a product are swizzled alike, what lies as [K N] by its columns.
-    weight_copies = parts if scales else 1
+    weight_copies = columns // strip if scales else 1
     row_copies = -(-most_rows // _MOST_LOADED)
     line = depth if scales else math.gcd(depth, width)
     transforms = swizzled(line, kind)
@@ -510,8 +653,9 @@ def _product(
     if scales:  # of two tiles: the next one's come before they are needed
         scratch["row_scales"] = plgpu.SMEM((2, held), jnp.float32)
         scratch["column_scales"] = plgpu.SMEM((2, parts, width), jnp.float32)
-        scratch["scaled"] = plgpu.Barrier(num_barriers=2, num_arrivals=parts + row_copies)
-    names = (*("of_rows", "of_columns")[: len(scales)], "result", *scratch)
+        scratch["scaled"] = plgpu.Barrier(num_barriers=2, num_arrivals=weight_copies + row_copies)
+    names = (*("of_rows", "of_columns")[: len(scales)], *("more", "of_more")[: len(others)])
+    names = (*names, "result", *scratch)
     wide = _THREADS * _PAIR if scales and parts == 2 else 1
     return hopper.kernel(
         functools.partial(
@@ -521,6 +665,8 @@ def _product(
             groups=tiling.groups,
             width=width,
             parts=parts,
+            strip=strip,
+            beside=beside,
             finish=finish,
         ),
         out_type=jax.ShapeDtypeStruct((len(rows), -(-N // wide) * wide), dtype),
@@ -532,13 +678,14 @@ def _product(
         scratch_types=list(scratch.values()),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(rows, flat, tiles, num_tiles, *scales)
+    )(rows, flat, tiles, num_tiles, *scales, *others)
 
 
-def _multiply(x, w, tiles, num_tiles, *refs, names, N, groups, width, parts, finish):
+def _multiply(x, w, tiles, num_tiles, *refs, names, N, groups, width, parts, strip, beside, finish):
     """One thread block: a tile of rows and columns, then the one `blocks` further on.
 
     Parts of 8 bits lie side by side in shared memory: one product with both reads the rows once.
+    Weights of 8 bits are loaded a `strip` of columns at a time.
     """
     scratch = dict(zip(names, refs, strict=True))
     out, is_scaled = scratch["result"], "scaled" in scratch
@@ -550,7 +697,10 @@ def _multiply(x, w, tiles, num_tiles, *refs, names, N, groups, width, parts, fin
     warpgroup = jax.lax.axis_index("warpgroup")
     across = -(-N // width)
     zero, steps = number(0), (w.shape[1] if is_scaled else x.shape[1]) // depth
-    work = num_tiles[num_tiles.shape[0] - 1] * across
+    work = num_tiles[num_tiles.shape[0] - 1]
+    if beside is not None:
+        work += beside.count * beside.tiles
+    work *= across
     count = jnp.maximum(jax.lax.div(work - block + (blocks - 1), number(blocks)), 0)
     after = functools.partial(next_buffer, stages=stages)
 
@@ -564,6 +714,52 @@ def _multiply(x, w, tiles, num_tiles, *refs, names, N, groups, width, parts, fin
 
     def piece(i, size):
         return pl.ds(pl.multiple_of(i * size, size), size)
+
+    def of_strips(expert, column, copy):
+        """`copy(i, start, part, at)` for each strip of a tile, which is `at` in the tile's part.
+
+        It begins at `start` in the experts' matrices, or in those of the dense half's i-th expert.
+        """
+        strips = [(part, at) for part in range(parts) for at in range(0, width, strip)]
+        multiple = math.gcd(aligned, strip)
+
+        def of_expert():
+            for part, at in strips:
+                start = (expert * parts + part) * N + column + at
+                copy(None, pl.multiple_of(start, multiple), part, at)
+
+        if beside is None:
+            of_expert()
+            return
+        i = expert - beside.experts
+
+        def of_more():
+            for part, at in strips:
+                start = column + at
+                if parts == 2:
+                    start = 2 * (i * N + start) + part * strip
+                copy(i, pl.multiple_of(start, multiple), part, at)
+
+        pl.when(i < 0)(of_expert)
+        pl.when(i >= 0)(of_more)
+
+    # A dense half's experts read the same rows, and its gate and up write them a region at a time.
+    shared = beside if parts == 2 else None
+
+    def source(expert, first):
+        """Where a tile's rows begin."""
+        if shared is None:
+            return first
+        return first - jnp.maximum(expert - shared.experts, 0) * shared.apart
+
+    def target(expert, first, column):
+        """Where its results do."""
+        if shared is None:
+            return first, column
+        i, inner = expert - shared.experts, out.shape[1]
+        region = jax.lax.div(jnp.maximum(i, 0) * N + column, number(inner))
+        down = first + jnp.where(i < 0, 0, region - i) * shared.apart
+        return down, jnp.where(i < 0, column, i * N + column - region * inner)
 
     def begin_of(turn):
         """A warpgroup takes every so many-th 64 rows; the last ones begin early."""
@@ -582,17 +778,21 @@ def _multiply(x, w, tiles, num_tiles, *refs, names, N, groups, width, parts, fin
         arrived = scratch["scaled"].at[half]
         for begin in range(0, most_rows, _MOST_LOADED):
             size = min(most_rows - begin, _MOST_LOADED)
-            source = scratch["of_rows"].at[pl.ds(pl.multiple_of(first + begin, _ALIGNED), size)]
-            target = scratch["row_scales"].at[half, pl.ds(begin, size)]
-            plgpu.copy_gmem_to_smem(source, target, arrived)
-        for part in range(parts):
-            start = pl.multiple_of((expert * parts + part) * N + column, aligned)
-            source = scratch["of_columns"].at[pl.ds(start, width)]
-            plgpu.copy_gmem_to_smem(source, scratch["column_scales"].at[half, part], arrived)
+            own = scratch["of_rows"].at[pl.ds(pl.multiple_of(first + begin, _ALIGNED), size)]
+            there = scratch["row_scales"].at[half, pl.ds(begin, size)]
+            plgpu.copy_gmem_to_smem(own, there, arrived)
+
+        def copy(i, start, part, at):
+            own = scratch["of_columns" if i is None else "of_more"].at[pl.ds(start, strip)]
+            there = scratch["column_scales"].at[half, part, pl.ds(at, strip)]
+            plgpu.copy_gmem_to_smem(own, there, arrived)
+
+        of_strips(expert, column, copy)
 
     def load_tile(i, carry):
         slot, (expert, first, length, column) = carry
         following = place(i + 1)  # read early: a load from memory takes as long as many steps
+        first = source(expert, first)
 
         def load_step(step, slot):
             @pl.when(i * steps + step >= stages)
@@ -600,16 +800,20 @@ def _multiply(x, w, tiles, num_tiles, *refs, names, N, groups, width, parts, fin
                 plgpu.barrier_wait(scratch["used"].at[slot])
 
             loaded, deep = scratch["loaded"].at[slot], piece(step, depth)
+
+            def copy(i, start, part, at):
+                matrix, own = (w, deep) if i is None else (scratch["more"], deep)
+                if i is not None and parts == 1:  # a region of its inner columns
+                    own = piece(i * steps + step, depth)
+                there = scratch["weights"].at[slot, pl.ds(part * width + at, strip)]
+                plgpu.copy_gmem_to_smem(matrix.at[pl.ds(start, strip), own], there, loaded)
+
             if is_scaled:
-                for part in range(parts):
-                    start = pl.multiple_of((expert * parts + part) * N + column, aligned)
-                    source = w.at[pl.ds(start, width), deep]
-                    target = scratch["weights"].at[slot, pl.ds(part * width, width)]
-                    plgpu.copy_gmem_to_smem(source, target, loaded)
+                of_strips(expert, column, copy)
             else:
                 columns = pl.ds(pl.multiple_of(column, aligned), width)
-                source = w.at[piece(expert * steps + step, depth), :, columns]
-                plgpu.copy_gmem_to_smem(source, scratch["weights"].at[slot], loaded)
+                own = w.at[piece(expert * steps + step, depth), :, columns]
+                plgpu.copy_gmem_to_smem(own, scratch["weights"].at[slot], loaded)
             for begin in range(0, most_rows, _MOST_LOADED):
                 most = min(most_rows - begin, _MOST_LOADED)
                 left = jnp.clip(length - begin, 1, most)  # each copy is waited for
@@ -617,9 +821,9 @@ def _multiply(x, w, tiles, num_tiles, *refs, names, N, groups, width, parts, fin
 
                     @pl.when((left > least) & (left <= size))
                     def _(begin=begin, size=size):
-                        source = pl.ds(pl.multiple_of(first + begin, _ALIGNED), size)
-                        target = scratch["rows"].at[slot, pl.ds(begin, size)]
-                        plgpu.copy_gmem_to_smem(x.at[source, deep], target, loaded)
+                        own = pl.ds(pl.multiple_of(first + begin, _ALIGNED), size)
+                        there = scratch["rows"].at[slot, pl.ds(begin, size)]
+                        plgpu.copy_gmem_to_smem(x.at[own, deep], there, loaded)
 
             if is_scaled:
                 ask = functools.partial(ask_for_scales, i & 1, expert, first, column)
@@ -694,13 +898,14 @@ def _multiply(x, w, tiles, num_tiles, *refs, names, N, groups, width, parts, fin
 
                 @pl.when((there & rows) != 0)
                 def _(rows=rows, done=done, columns=columns):
-                    source = staged.at[pl.ds(pl.multiple_of(early + done, _ALIGNED), rows)]
+                    own = staged.at[pl.ds(pl.multiple_of(early + done, _ALIGNED), rows)]
                     down = pl.multiple_of(first + begin + done, _ALIGNED)
-                    plgpu.copy_smem_to_gmem(source, out.at[pl.ds(down, rows), columns])
+                    plgpu.copy_smem_to_gmem(own, out.at[pl.ds(down, rows), columns])
 
     def compute_tile(i, carry):
-        slot, (_, first, length, column) = carry
+        slot, (expert, first, length, column) = carry
         following = place(i + 1)  # read early, as by the warpgroup that loads
+        first, column = target(expert, first, column)
         # A warpgroup takes every so many-th 64 rows.
         busy = jax.lax.div(length + (_ROWS - 1), number(_ROWS)) - warpgroup + (groups - 1)
         busy = jax.lax.div(busy, number(groups))

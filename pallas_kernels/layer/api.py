@@ -236,12 +236,14 @@ def gate(
     *,
     dtype: jax.typing.DTypeLike,
     is_quantized: bool = False,
+    width: int | None = None,
     implementation: Literal["xla", "mosaic"] | None = None,
 ) -> Float[Array, "*M C*W"] | Fp8Rows:
     """Activated gates times the others, gate and up in turns, in `dtype`.
 
     Args:
         is_quantized: Rounded once more, to 8 bits.
+        width: Zeros fill rows of 8 bits up to it.
         implementation: "xla" (any device), "mosaic" (Hopper, jax 0.11; from 8 bits to 8 bits, turns
             of 32), or None for the faster one.
 
@@ -249,19 +251,27 @@ def gate(
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
     like = jax.ShapeDtypeStruct((both.sums if isinstance(both, Fp8Sums) else both).shape, dtype)
-    reason = mosaic.unsupported(like) or mosaic_gate.unsupported_sums(both, is_quantized)
+    reason = mosaic.unsupported(like) or mosaic_gate.unsupported_sums(both, is_quantized, width)
     back_ends: dict[Literal["mosaic", "xla"], BackEnd] = {
-        "mosaic": BackEnd(mosaic_gate.gate, reason),
-        "xla": BackEnd(functools.partial(_plain_gate, is_quantized)),
+        "mosaic": BackEnd(functools.partial(mosaic_gate.gate, width=width), reason),
+        "xla": BackEnd(functools.partial(_plain_gate, is_quantized, width)),
     }
     return dispatch.run(implementation, back_ends, both, activation=activation, dtype=dtype)
 
 
 def _plain_gate(
-    is_quantized: bool, both: Array | Fp8Sums, *, activation: Activation, dtype: Any
+    is_quantized: bool,
+    width: int | None,
+    both: Array | Fp8Sums,
+    *,
+    activation: Activation,
+    dtype: Any,
 ) -> Array | Fp8Rows:
     out = reference.gated(fp8.rounded(both, dtype), activation)
-    return fp8.quantize_rows(out) if is_quantized else out
+    if not is_quantized:
+        return out
+    rows = fp8.quantize_rows(out)
+    return Fp8Rows(fp8.filled(rows.values, width or out.shape[-1]), rows.scales)
 
 
 def qkv_matmul(

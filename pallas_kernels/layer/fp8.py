@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 
 DTYPE = jnp.float8_e4m3fn
 LARGEST = float(jnp.finfo(DTYPE).max)  # 448
+LINE = 128  # bytes that memory is read by
 _TRIES = 16  # scales of a matrix's output that are tried
 _LEAST = 2.0**-100  # of a row's largest number, so that neither factor over- or underflows
 
@@ -28,16 +29,21 @@ _LEAST = 2.0**-100  # of a row's largest number, so that neither factor over- or
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True)
 class Fp8Matrix:
-    """A matrix [K *N] as `values * scales`, the contracted axis last."""
+    """A matrix [K *N] as `values * scales`, the contracted axis last.
 
-    values: Float[Array, "*N K"]  # e4m3
+    Attributes:
+        depth: K where the stored axis is longer: zeros fill its last line. None: the stored axis.
+    """
+
+    values: Float[Array, "*N L"]  # e4m3
     scales: Float[Array, "*N"]  # float32
+    depth: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the matrix it stands for: [K *N]."""
-        *outputs, depth = self.values.shape
-        return (depth, *outputs)
+        *outputs, stored = self.values.shape
+        return (self.depth or stored, *outputs)
 
     @property
     def dtype(self) -> Any:
@@ -47,11 +53,12 @@ class Fp8Matrix:
     @property
     def flat(self) -> "Fp8Matrix":
         """The same with one axis of outputs: [K N]."""
-        return Fp8Matrix(self.values.reshape(-1, self.shape[0]), self.scales.reshape(-1))
+        values = self.values.reshape(-1, self.values.shape[-1])
+        return Fp8Matrix(values, self.scales.reshape(-1), self.depth)
 
     def restored(self, dtype: Any) -> Float[Array, "K ..."]:
         """The matrix it stands for, in `dtype`."""
-        whole = self.values.astype(jnp.float32) * self.scales[..., None]
+        whole = self.values[..., : self.depth].astype(jnp.float32) * self.scales[..., None]
         return jnp.moveaxis(whole.astype(dtype), -1, 0)
 
 
@@ -186,17 +193,29 @@ def quantize_rows(x: Float[Array, "*M K"], axis: str | None = None) -> Fp8Rows:
 
 
 def quantize_matrix(
-    w: Float[Array, "..."], num_inputs: int = 1, axis: str | None = None
+    w: Float[Array, "..."], num_inputs: int = 1, axis: str | None = None, is_filled: bool = False
 ) -> Fp8Matrix:
     """A matrix [*K *N] in 8 bits.
 
     Args:
         num_inputs: Leading axes that are contracted; they become one.
         axis: The axis of a mesh whose devices each have a part of the inputs; None: all.
+        is_filled: Zeros fill the last line of many inputs: the experts' kernels, which may take a
+            dense half, load whole lines.
     """
     depth = math.prod(w.shape[:num_inputs])
     outputs_first = jnp.moveaxis(w.reshape(depth, *w.shape[num_inputs:]), 0, -1)
-    return Fp8Matrix(*quantize(outputs_first, axis, is_sought=True))
+    values, scales = quantize(outputs_first, axis, is_sought=True)
+    if not is_filled or depth <= LINE or depth % LINE == 0:
+        return Fp8Matrix(values, scales)
+    return Fp8Matrix(filled(values, -(-depth // LINE) * LINE), scales, depth)
+
+
+def filled(rows: Float[Array, "... K"], width: int) -> Float[Array, "... L"]:
+    """Rows with zeros behind them."""
+    if rows.shape[-1] == width:
+        return rows
+    return jnp.pad(rows, ((0, 0),) * (rows.ndim - 1) + ((0, width - rows.shape[-1]),))
 
 
 def product(
@@ -211,8 +230,9 @@ def product(
     """
     x = x.whole if isinstance(x, Fp8Groups) else x
     rows, flat = x if isinstance(x, Fp8Rows) else quantize_rows(x, axis), w.flat
+    stored = flat.values.shape[-1]
     sums = jax.lax.dot_general(  # of two axes: XLA knows the product of 8 bits in this form
-        rows.values.reshape(-1, w.shape[0]),
+        filled(rows.values, stored).reshape(-1, stored),
         flat.values,
         (((1,), (1,)), ((), ())),
         preferred_element_type=dtype,

@@ -76,6 +76,8 @@ def unsupported_pair(x: Array, w: Array | Fp8Matrix) -> str | None:
     """Why no kernel can multiply these operands, or None."""
     if w.dtype not in (x.dtype, FP8):
         return f"needs operands of one type, got {x.dtype} and {w.dtype}"
+    if isinstance(w, Fp8Matrix) and w.values.shape[-1] != w.shape[0]:
+        return f"needs inputs that are whole lines of {_LINE_BYTES} bytes, got {w.shape[0]}"
     return None
 
 

@@ -25,11 +25,15 @@ _TURN = 32  # columns of gate, and as many of up: a pair for each of sixteen lan
 _WARPGROUPS, _MOST_TURNS = 6, 16  # of a program, and turns of each, at most
 
 
-def unsupported_sums(both: Array | Fp8Sums, is_quantized: bool) -> str | None:
+def unsupported_sums(
+    both: Array | Fp8Sums, is_quantized: bool, width: int | None = None
+) -> str | None:
     """Why `gate` cannot take such sums, or None."""
     if not isinstance(both, Fp8Sums) or not is_quantized:
         return "needs a product of 8 bits, and gives rows of 8 bits"
     *rows, C, _, W = both.sums.shape
+    if width is not None and width % W:
+        return f"needs a width of whole turns of {W}, got {width}"
     if W != _TURN or C // _warpgroups(C) > _MOST_TURNS or both.rows.size % _ROWS:
         return (
             f"needs turns of {_TURN} columns, at most {_MOST_TURNS} for each warpgroup, and a "
@@ -38,19 +42,24 @@ def unsupported_sums(both: Array | Fp8Sums, is_quantized: bool) -> str | None:
     return None
 
 
-@lowered_once(static_argnames=("activation", "dtype", "interpret"))
+@lowered_once(static_argnames=("activation", "dtype", "width", "interpret"))
 def gate(
-    both: Fp8Sums, *, activation: Activation = "silu", dtype: Any, interpret: Any = None
+    both: Fp8Sums,
+    *,
+    activation: Activation = "silu",
+    dtype: Any,
+    width: int | None = None,
+    interpret: Any = None,
 ) -> Fp8Rows:
     """See `api.gate`; `interpret`, an `InterpretGPUParams`, runs it on a CPU, for tests."""
 
     def run(both):
         *lead, C, _, W = both.sums.shape
-        M, warpgroups = both.rows.size, _warpgroups(C)
+        M, warpgroups, L = both.rows.size, _warpgroups(C), width or C * W
         values, scales = hopper.kernel(
             functools.partial(_gate, activation=activation, dtype=dtype),
             out_type=[
-                jax.ShapeDtypeStruct((M, C * W), DTYPE),
+                jax.ShapeDtypeStruct((M, L), DTYPE),
                 jax.ShapeDtypeStruct((M,), jnp.float32),
             ],
             grid=(M // _ROWS,),
@@ -65,7 +74,7 @@ def gate(
             compiler_params=plgpu.CompilerParams(approx_math=True),
             interpret=interpret,
         )(both.sums.reshape(M, C, 2, W), both.rows.reshape(M), both.columns)
-        return Fp8Rows(values.reshape(*lead, C * W), scales.reshape(lead))
+        return Fp8Rows(values.reshape(*lead, L), scales.reshape(lead))
 
     # Mosaic kernels have no batching rule, so vmap runs them one after another.
     return jax.custom_batching.sequential_vmap(run)(both)
@@ -117,6 +126,11 @@ def _gate(sums, by_row, by_column, values, scales, most, told, *, activation, dt
     for i, kept in enumerate(turns):
         columns = pl.ds(pl.multiple_of((first + i) * W, W), W)
         values[rows, columns] = (kept * by).astype(DTYPE)
+
+    @pl.when(mine == 0)
+    def _():
+        for column in range(C * W, values.shape[1], W):  # what the next product takes more
+            values[rows, pl.ds(column, W)] = jnp.zeros_like(by).astype(DTYPE)
 
 
 def _warpgroups(turns: int) -> int:

@@ -16,6 +16,7 @@ import pytest
 from dllm_jax.kernels.expert_ffn import api, expert_ffn, mosaic
 from dllm_jax.kernels.expert_ffn.fp8 import Fp8Experts, quantize_experts
 from dllm_jax.kernels.expert_ffn.mosaic import Tiling
+from dllm_jax.kernels.layer import fp8, reference
 from tests.kernels.test_layer_mosaic import SHARED_BYTES, interpreted, lowered, real
 from tests.oracles import expert_ffn as oracle
 
@@ -183,6 +184,39 @@ def test_rows_are_placed_alike_whoever_counts_the_pairs(monkeypatch, rows):
     monkeypatch.setattr(mosaic, "_CHUNK", 8)
     for got, want in zip(by_themselves, placed(), strict=True):
         assert np.array_equal(got, want)
+
+
+@pytest.mark.parametrize(("rows", "groups", "between"), [(20, 1, 24), (70, 2, 1)])
+def test_a_dense_half_goes_with_the_experts(monkeypatch, rows, groups, between):
+    """The experts' results are the same bits as without it; it is XLA's, whatever rows there are.
+
+    Three times F inner columns: 576, in 8 bits 640 with zeros, in regions of 256.
+    """
+    monkeypatch.setattr(mosaic, "_BETWEEN", between)
+    monkeypatch.setattr(mosaic, "_MANY_PAIRS", 100)  # all pairs of a row at once, if there are 70
+    rng = np.random.default_rng(rows)
+    ids = rng.integers(-1, 5, (rows, 2)).astype(np.int32)
+    given = in_8_bits(case(ids, 5, rows))
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)  # noqa: E731
+    held = fp8.quantize_rows(draw(rows, D))
+    w_gate_up = fp8.quantize_matrix(draw(D, 18, 2, 32) / 16)
+    w_down = fp8.quantize_matrix(draw(3 * F, D) / 14, is_filled=True)
+    assert w_down.shape == (3 * F, D)
+    assert mosaic.unsupported_beside(given[4], (held, w_gate_up, w_down)) is None
+    how = {"activation": "gelu", "tiling": Tiling(groups=groups, blocks=3)}
+    leaves, tree = jax.tree.flatten([*given, (held, w_gate_up, w_down)])
+
+    def call(*leaves, interpret):
+        return mosaic.routed_rows(*jax.tree.unflatten(tree, leaves), **how, interpret=interpret)
+
+    routed, plain = (jax.tree.map(jnp.asarray, one).sums for one in interpreted(call, *leaves))
+    alone = run(given, **how)
+    assert np.array_equal(np.asarray(routed.astype(jnp.bfloat16)), alone)
+    both = fp8.product(held, w_gate_up).rounded(jnp.float32)
+    inner = reference.gated(both, "gelu").astype(jnp.bfloat16)
+    want = np.asarray(fp8.product(inner, w_down).rounded(jnp.float32))
+    assert np.abs(np.asarray(plain) - want).max() < TOLERANCE
+    assert np.abs(want).max() > 3
 
 
 def shapes(model, rows, dtype=jnp.bfloat16, is_small=False):
