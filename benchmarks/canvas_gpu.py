@@ -185,13 +185,14 @@ def touched(model):
     cfg, canvas = model.config, model.defaults.block_size
     ids = np.random.default_rng(1).integers(5, cfg.vocab_size, (1, canvas))
     sees, reached = jnp.ones((1, canvas, canvas), bool), []
-    ffn = gemma.expert_ffn
+    choose = gemma.choose_experts
 
-    def counting(x, ids, *rest, **how):
+    def counting(*given, **how):
+        ids, weights = choose(*given, **how)
         count = jnp.sum(jnp.zeros(cfg.num_experts, jnp.int32).at[ids.reshape(-1)].max(1))
         # Layers that are alike share a trace, so each tells when it runs.
         jax.debug.callback(lambda count: reached.append(int(count)), count, ordered=True)
-        return ffn(x, ids, *rest, **how)
+        return ids, weights
 
     def run(params, ids):
         rows = gemma.embed(params, cfg, ids)
@@ -205,7 +206,7 @@ def touched(model):
         return gemma.trunk(params, cfg, rows, at, attend, mode=mode)[0]
 
     jax.clear_caches()  # of layers that were traced without counting
-    with mock.patch.object(gemma, "expert_ffn", counting):
+    with mock.patch.object(gemma, "choose_experts", counting):
         jax.block_until_ready(jax.jit(run)(model.params, jnp.asarray(ids, jnp.int32)))
     jax.effects_barrier()
     return reached

@@ -346,11 +346,12 @@ def _both_halves(
         ids = jnp.where(none, -1, ids - first_of(len(layer["experts_down"]), ops.axis))
     matrices = layer["experts_gate_up"], layer["experts_down"]
     flat, is_summed = routed.reshape(-1, D), not takes_routed(x, ops, "sandwich_norm")
-    dense: Any = (rows, layer["w_gate_up"], layer["w_down"])
+    w_gate_up, w_down = layer["w_gate_up"], layer["w_down"]
+    dense: Any = (rows, w_gate_up, w_down)
     if not is_summed and takes_dense(flat, ids, matrices[1], dense):
         both = routed_and_dense(flat, ids, weights, *matrices, dense, activation="gelu")
         return both[1].like(x), both[0].like(x)
-    plain = _geglu(*dense, x.dtype, ops.axis)
+    plain = _geglu(rows, w_gate_up, w_down, x.dtype, ops.axis)
     out = expert_ffn(flat, ids, weights, *matrices, activation="gelu", is_summed=is_summed)
     return plain, out.like(x) if isinstance(out, RoutedRows) else out.reshape(x.shape)
 

@@ -165,19 +165,35 @@ def test_rows_of_no_expert_are_zeros():
 
 @pytest.mark.parametrize("rows", [20, 40])
 def test_rows_are_placed_alike_whoever_counts_the_pairs(monkeypatch, rows):
-    """Each row by itself, from the counts of chunks, or by sums of XLA."""
+    """Each row by itself, from the counts of chunks, or by sums of XLA; a dense half in between."""
+    monkeypatch.setattr(mosaic, "_BETWEEN", 2)
     rng = np.random.default_rng(rows)
     ids = rng.permutation(np.sort(rng.integers(-1, 9, (rows, 3)), axis=0)).astype(np.int32)
-    x = rng.standard_normal((rows, D)).astype(jnp.bfloat16)
+    x, other = (rng.standard_normal((rows, D)).astype(jnp.bfloat16) for _ in range(2))
+    small, held = (jax.tree.map(np.asarray, fp8.quantize_rows(jnp.asarray(a))) for a in (x, other))
+    beside = mosaic.Beside(experts=128, count=3, inner=3 * F, rows=rows, tile_rows=64)
 
     def placed():
-        def run(*given, interpret):
-            return mosaic._sorted_rows(*given, 128, 64, False, interpret)
+        def run(x, ids, values, scales, interpret):
+            rest = 128, 64, True, interpret, fp8.Fp8Rows(values, scales), beside
+            return mosaic._sorted_rows(x, ids, *rest)
 
-        sorted_rows, place, tiles, count = interpreted(run, x, ids)
+        found, place, tiles, count = interpreted(run, x, ids, held.values, held.scales)
         routed = (ids >= 0) & (ids < 128)
-        assert np.array_equal(sorted_rows[place[routed]], np.repeat(x[:, None], 3, axis=1)[routed])
-        return place, tiles[: count[-1]]
+        for got, want, first in zip(
+            (found.values, found.scales),
+            (small.values, small.scales),
+            (held.values, held.scales),
+            strict=True,
+        ):
+            assert np.array_equal(got[place[routed]], np.repeat(want[:, None], 3, axis=1)[routed])
+            assert np.array_equal(got[:rows], first)
+        tiles = tiles[: count[-1] + 3]
+        of_dense = tiles[:, 0] >= 128
+        assert np.array_equal(np.flatnonzero(of_dense), [0, 3, 6])
+        assert np.array_equal(tiles[of_dense, 1], np.arange(3) * beside.apart)
+        assert place[routed].min() == 3 * beside.apart
+        return place, tiles
 
     by_themselves = placed()
     monkeypatch.setattr(mosaic, "_FEW_CHUNKS", 0)
