@@ -16,10 +16,10 @@ from typing import Any, Protocol
 from dllm_jax.engine.layout import NO_LIMIT, EngineLayout
 from dllm_jax.engine.scheduler import DECODE, Pass, Scheduler, Sequence
 
-# How long a dispatch should last. Beside its steps, each takes 1.6 ms on an H200 (SDAR-1.7B; 0.8 ms
-# for a model of a few layers): 1.2 in the call, which checks some 300 arrays, 0.25 to update
-# command buffers, and the way back; 3 to 5 ms for the 900 of DiffusionGemma. A request that ends
-# does so at once, as its chunk does; one that is aborted leaves its slot at the chunk's end.
+# How long a dispatch should last. Beside its steps, each takes some 2.5 ms on an H200 (SDAR-1.7B):
+# 1.4 in the call, which looks at some 300 arrays with cold caches, and 1.1 on the way back; 3 to 5
+# ms for the 900 arrays of DiffusionGemma. A request that ends does so at once, as its chunk does;
+# one that is aborted leaves its slot at the chunk's end.
 CHUNK_S = 0.5
 CHUNK_S_WATCHED = 0.03  # a client streams, or a request that comes now could have a slot
 CHUNK_S_WAITING = 0.016  # a request waits to decode: sqrt(2 ms x 64 steps x 2 ms a step)
