@@ -9,15 +9,18 @@ It needs XLA's compiler for NVIDIA GPUs, of the installed version of JAX, and it
     export PATH=$PATH:SITE_PACKAGES/nvidia/cu13/bin
 
 Nothing runs and nothing is timed. Fusions, copies, launches and their order are those of a GPU,
-except for products that XLA's autotuner would choose: compare the texts from before and after a
+and so are the loops that become part of a command buffer, except for products that XLA's autotuner
+would choose and sorts, which take another algorithm here: compare the texts from before and after a
 change. The JAX programs are written as `.mlir`, XLA's as `.hlo`.
 """
 
 import argparse
 import collections
 import contextlib
+import dataclasses
 import functools
 import re
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -56,6 +59,8 @@ gpu_device_info {
   block_dim_limit_z: 65535
   memory_bandwidth: 4800000000000
   l2_cache_size: 62914560
+  driver_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
   clock_rate_ghz: 1.98
   device_memory_size: 150000000000
   shared_memory_per_block_optin: 232448
@@ -70,6 +75,7 @@ device_description_str: "NVIDIA H200"
 """
 LAUNCHES = ("fusion", "custom-call", "copy", "conditional", "while", "scatter", "sort", "gather")
 _OPERATION = re.compile(r"^\s+(?:ROOT )?%\S+ = (?:\(.*?\)|\S+) ([\w-]+)\(", re.MULTILINE)
+_THUNK = re.compile(r"^( *)\d+: (k\w+)", re.MULTILINE)
 REDUCTION = re.compile(r" all-reduce(?:-start)?\(")
 # A slice that a kernel reads in place: it may begin anywhere, and Mosaic refuses the launch.
 VIEW = re.compile(r"^%dynamic-slice-fusion(?:(?!^}).)*?mosaic_gpu", re.MULTILINE | re.DOTALL)
@@ -128,6 +134,7 @@ def shaped_device(
     # The layout asks where that is.
     placed = model.replace(params={"embed": jnp.zeros((1,), jnp.bfloat16)}, split=None)
     layout = buckets.make_layout(placed, strategy, {}, config)
+    layout = dataclasses.replace(layout, many_rows=buckets.MANY_ROWS)  # as on any accelerator
     return ModelRunner(model, split_knobs(strategy)[0], {}, layout, allocate=False)
 
 
@@ -142,6 +149,21 @@ def launches(text: str) -> list[tuple[str, dict[str, int]]]:
         name = "ENTRY" if part.startswith("ENTRY") else part.split(" ", 1)[0]
         found.append((name, {kind: count[kind] for kind in LAUNCHES if count[kind]}))
     return sorted(found, key=lambda one: -sum(one[1].values()))
+
+
+def loops(thunks: str) -> tuple[int, int]:
+    """Loops of a program, and how many of them are in command buffers, by XLA's list of thunks.
+
+    Where XLA does not record a loop, because of something within, it does not say so.
+    """
+    count, recorded, above = 0, 0, list[tuple[int, str]]()
+    for indent, kind in _THUNK.findall(thunks):
+        above = [one for one in above if one[0] < len(indent)]
+        if kind == "kWhile":
+            count += 1
+            recorded += any(name == "kCommandBuffer" for _, name in above)
+        above.append((len(indent), kind))
+    return count, recorded
 
 
 def main() -> None:
@@ -184,7 +206,11 @@ def main() -> None:
             with one if args.tp == 1 else contextlib.nullcontext():
                 lowered = device.lower(work.call(device))
             lowered_s, began = time.perf_counter() - began, time.perf_counter()
-            compiled = lowered.compile({"xla_gpu_autotune_level": 0})
+            options = {"xla_gpu_autotune_level": 0, "xla_dump_hlo_as_text": True}
+            with tempfile.TemporaryDirectory() as folder:
+                compiled = lowered.compile(options | {"xla_dump_to": folder})
+                (thunks,) = Path(folder).glob("*thunk_sequence_after_thunk_passes.txt")
+                count, recorded = loops(thunks.read_text("utf-8"))
             compiled_s = time.perf_counter() - began
             text, place = compiled.as_text() or "", args.out / f"{shape}-{work.name.split()[0]}"
             place.with_suffix(".mlir").write_text(lowered.as_text(), encoding="utf-8")
@@ -196,7 +222,8 @@ def main() -> None:
                 f"{compiled_s:.1f}; {temp:.1f} MB of temporaries, {given:.3f} GB of arguments",
                 end="; ",
             )
-            print(f"{len(REDUCTION.findall(text))} all-reduces", flush=True)
+            print(f"{len(REDUCTION.findall(text))} all-reduces;", end=" ")
+            print(f"{recorded} of {count} loops recorded", flush=True)
             if views := len(VIEW.findall(text)):
                 parser.error(f"{views} Mosaic kernels read slices in place; see `hopper.kernel`")
             for name, count in launches(text)[:3]:

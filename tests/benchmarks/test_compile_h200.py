@@ -41,3 +41,18 @@ def test_launches_are_counted_by_computation():
     assert counts["ENTRY"]["while"] == 1
     inside = [count for name, count in counts.items() if name != "ENTRY" and "sort" in count]
     assert [count["sort"] for count in inside] == [1]
+
+
+def test_loops_within_command_buffers_are_counted():
+    thunks = """
+000: kCommandBuffer [source]
+    001: kCopy [source]
+    014: kWhile [source]
+      body:
+        016: kConditional [source]
+            017: kWhile [source]
+018: kWhile [source]
+    019: kCommandBuffer [source]
+        020: kCustomKernel [source] kWhile
+"""
+    assert compile_h200.loops(thunks) == (3, 2)
