@@ -305,9 +305,7 @@ class Form:
         self.bucket = llm.engine.layout.slot_buckets[-1], llm.engine.layout.page_buckets[-1]
         # Such options are for GPUs alone.
         options = options if jax.default_backend() == "gpu" else {}
-        self.program = jax.jit(
-            programs._decode, donate_argnames=("state",), compiler_options=options or None
-        )
+        self.program = programs._program(programs._decode, *programs._ROWS, options=options or None)
         model = runner._programs.model
         self.programs = runner._programs.replace(
             model=model.replace(exchange=model.exchange if by_kernel else None)

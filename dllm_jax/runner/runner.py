@@ -201,7 +201,7 @@ class ModelRunner:
         self._weightless = self._programs.replace(
             model=model.replace(params={}, exchange=None), aux={}
         )
-        self._weights = jax.tree.leaves(self._programs)
+        self._leaves = self._programs, jax.tree.leaves(self._programs)
         self._home = _home(self._programs)
         self._make_state = programs.make_state
         if self._home is not None:
@@ -347,7 +347,8 @@ class ModelRunner:
         if (split := self._programs.model.split) is not None:
             # Arrays of the host and arrays of the devices would be two programs.
             args = split.everywhere(args)
-        weights = self._weights if call.programs is self._programs else None
+        of, leaves = self._leaves
+        weights = leaves if call.programs is of else None
         return self.state, dataclasses.replace(call, args=tuple(args), weights=weights)
 
     def _compile(self, call: Call, slots: Sequence[int]) -> None:
