@@ -32,7 +32,7 @@ def expert_ffn_fp8(x, expert_ids, expert_weights, w_gate_up, w_down, activation=
     out = np.zeros(x.shape)
     for t, e in np.argwhere((expert_ids >= 0) & (expert_ids < len(w_down))):
         expert = expert_ids[t, e]
-        gate, up = fp8.matmul(x[t], w_gate_up[expert])
+        gate, up = fp8.matmul(x[t], w_gate_up[expert], fp8.quantized)
         inner = (activation(gate) * up).astype(x.dtype)
-        out[t] += expert_weights[t, e] * fp8.matmul(inner, w_down[expert])
+        out[t] += expert_weights[t, e] * fp8.matmul(inner, w_down[expert], fp8.quantized)
     return out
