@@ -34,6 +34,7 @@ from dllm_jax.models.quantization import (
     QUANTIZATIONS,
     Quantization,
     quantized,
+    trimmed,
     unsupported,
     with_quantized_head,
 )
@@ -242,7 +243,7 @@ def place(model: Model, split: Split) -> Model:
             "with one mesh"
         )
     _require_shareable(model)
-    params = split.place(model.params, model.config)
+    params = split.place(trimmed(model.params), model.config)
     placed = model.replace(params=params, split=split, kv_scales=None)
     return with_kv_cache(placed, model.kv_cache_dtype)
 

@@ -70,6 +70,15 @@ def is_quantized(leaf: Any) -> bool:
     return isinstance(leaf, Fp8Matrix | Fp8Experts | Fp8Head)
 
 
+def trimmed(params: Any) -> Any:
+    """Parameters without zeros behind a matrix's inputs, which devices would share as inputs."""
+    return jax.tree.map(
+        lambda leaf: leaf.trimmed if isinstance(leaf, Fp8Matrix) else leaf,
+        params,
+        is_leaf=is_quantized,
+    )
+
+
 def with_quantized_head(params: dict[str, Any], split: Split | None = None) -> dict[str, Any]:
     """Parameters with the head in 8 bits, of a tied one beside the embedding."""
     head = params.get("lm_head", params["embed"])

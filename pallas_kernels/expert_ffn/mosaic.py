@@ -191,6 +191,8 @@ def unsupported_beside(w_down: Array | Fp8Experts, dense: Dense) -> str | None:
     _, F, _ = w_down.shape
     inner, turn = w_out.shape[0], w_gate_up.shape[-1]
     wide, count = w_down.values.shape[-1], inner // F
+    if wide % (_THREADS * _PAIR):  # results between the products are so wide
+        return f"needs experts whose inner columns fill {_THREADS * _PAIR}s, got {wide}"
     if inner % F or -(-inner // wide) != count or w_out.values.shape[-1] % _LINE_BYTES:
         return f"needs as many regions of {wide} inner columns as of {F}, got {inner}"
     return f"needs turns that divide {_COLUMNS}, got {turn}" if _COLUMNS % turn else None

@@ -56,6 +56,11 @@ class Fp8Matrix:
         values = self.values.reshape(-1, self.values.shape[-1])
         return Fp8Matrix(values, self.scales.reshape(-1), self.depth)
 
+    @property
+    def trimmed(self) -> "Fp8Matrix":
+        """The same without zeros in its last line."""
+        return Fp8Matrix(self.values[..., : self.depth], self.scales)
+
     def restored(self, dtype: Any) -> Float[Array, "K ..."]:
         """The matrix it stands for, in `dtype`."""
         whole = self.values[..., : self.depth].astype(jnp.float32) * self.scales[..., None]
@@ -145,13 +150,15 @@ def _sought(
     sum, and the choice, are those of one device on any number of them.
     """
     steps = jnp.asarray(2 ** (np.arange(_TRIES) / _TRIES), jnp.float32)
+    inputs = x.shape[-1] * (1 if axis is None else jax.lax.psum(1, axis))
+    unit = 256 if inputs < 2**15 else 1  # an error is 16 squared at most, a sum below 2^31
 
     def tried(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
         least, best = found
         scaled = x.astype(jnp.float32) * (LARGEST / (largest * steps[i]))[..., None]
         # XLA would drop a cast to 8 bits and back.
         off = jax.lax.reduce_precision(scaled, 8, 3) - scaled
-        error = jnp.sum(jnp.round(off * off * 256).astype(jnp.int32), axis=-1)
+        error = jnp.sum(jnp.round(off * off * unit).astype(jnp.int32), axis=-1)
         error = error if axis is None else jax.lax.psum(error, axis)
         error = error.astype(jnp.float32) * steps[i] ** 2
         return jnp.minimum(error, least), jnp.where(error < least, largest * steps[i], best)
@@ -230,9 +237,10 @@ def product(
     """
     x = x.whole if isinstance(x, Fp8Groups) else x
     rows, flat = x if isinstance(x, Fp8Rows) else quantize_rows(x, axis), w.flat
-    stored = flat.values.shape[-1]
+    values, stored = rows.values, flat.values.shape[-1]
+    values = filled(values, stored) if values.shape[-1] == w.depth else values
     sums = jax.lax.dot_general(  # of two axes: XLA knows the product of 8 bits in this form
-        filled(rows.values, stored).reshape(-1, stored),
+        values.reshape(-1, values.shape[-1]),
         flat.values,
         (((1,), (1,)), ((), ())),
         preferred_element_type=dtype,

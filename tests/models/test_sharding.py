@@ -216,6 +216,15 @@ def assert_same_parts(found, wanted):
         np.testing.assert_array_equal(a, b, name)
 
 
+def test_zeros_behind_the_inputs_of_a_matrix_are_not_shared():
+    """160 inputs are stored as 256 on one device, and as 80 on each of two."""
+    cfg = dataclasses.replace(toys.CONFIG, ffn_size=160)
+    model = toys.plain().replace(params=toys.weights(cfg, 3), config=cfg)
+    whole, split = toys.in_8_bits(model), over_devices(2)
+    assert whole.params["layers"][0]["w_down"].values.shape[-1] == 256
+    assert_same_parts(place(whole, split).params, toys.in_8_bits(place(model, split)).params)
+
+
 @pytest.mark.parametrize("parts", [2, 8])
 def test_weights_are_rounded_part_by_part_as_whole_ones_are(parts):
     """Matrices of split outputs and of split inputs, the head, the scales of the cache."""
