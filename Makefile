@@ -8,6 +8,10 @@ ARGS ?=
 SEED ?= 0
 WORKERS ?= 2
 
+# Byte code is compiled on import and kept: compiling all that is installed took longer than installing it.
+export PIP_COMPILE := 0
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 comma := ,

@@ -315,7 +315,8 @@ class ModelRunner:
             slots: The slots that need it.
 
         Raises:
-            CompileFailure: It cannot be traced; nothing was run and the state is as it was.
+            CompileFailure: It cannot be traced; nothing was run. Admissions that it was to bring
+                along are lost.
         """
         self.flush()
         if call.key not in self.compiled:
@@ -1026,10 +1027,10 @@ def _work(tasks: queue.SimpleQueue) -> None:
     last = None  # the last result: once it is ready, no program runs
     while (task := tasks.get()) is not None:
         future, function, args, plan = task
-        # The next result may then lie where this one did, and XLA need not update what it has
-        # recorded of the program.
-        last = None if _is_ready(last) else last
         try:
+            # The next result may then lie where this one did, and XLA need not update what it has
+            # recorded of the program.
+            last = None if _is_ready(last) else last
             result = function(*args)
             last = result if isinstance(result, (jax.Array, tuple)) else last
             future.set_result(result)
