@@ -54,6 +54,7 @@ _REPLAYED += ("decode_bound", "decode_bound_wide", "decode_bound_many")
 _OWN_STATIC = ("knobs", "slot_layout")
 _WEIGHTLESS = ("admit", "restore", "copy_page")
 ADMIT_ROWS = 8  # requests that one program puts into their slots
+PINNED = "pinned_host"  # memory of the host that a GPU writes by itself
 WIDE = 256  # cells of a block from which on a step of one slot has many rows
 
 
@@ -203,6 +204,7 @@ class ModelRunner:
         )
         self._leaves = self._programs, jax.tree.leaves(self._programs)
         self._home = _home(self._programs)
+        self._near = _near(self._home)
         self._make_state = programs.make_state
         if self._home is not None:
             self._make_state = programs.make_state_at(self._home)
@@ -386,9 +388,13 @@ class ModelRunner:
                 if not leaf.is_deleted():
                     leaf.delete()
             raise
-        fetched = rest[0] if isinstance(rest, tuple) else rest
-        if isinstance(fetched, jax.Array):
-            fetched.copy_to_host_async()
+        if isinstance(rest, tuple):  # of steps: `fetch` reads the first
+            words, *others = rest
+            if self._near is None:
+                words.copy_to_host_async()
+            else:
+                words = jax.device_put(words, self._near)
+            rest = (words, *others)
         return rest
 
     # --- several processes --------------------------------------------------------------------
@@ -816,7 +822,8 @@ class ModelRunner:
         self.flush()  # the device need not wait
         try:
             packed, far = self._result(chunk.words)
-            return Fetched(self.read(lambda: np.asarray(packed)), self, far)
+            # Copied: where `_near` holds it, its memory is another result's once it is let go.
+            return Fetched(self.read(lambda: np.array(packed)), self, far)
         except jax.errors.JaxRuntimeError as error:  # where it failed after it was launched
             raise self._failure(error) from error
 
@@ -962,6 +969,20 @@ def _home(of: Programs) -> Any:
     arrays.sort(key=lambda leaf: not leaf.committed)
     places = (leaf.sharding for leaf in arrays)
     return next((one for one in places if isinstance(one, SingleDeviceSharding)), None)
+
+
+def _near(home: Any) -> Any:
+    """Memory of the host into which a GPU copies a result behind the program that computes it.
+
+    None where there is none, or where several devices share the model.
+    """
+    if home is None:
+        return None
+    (device,) = home.device_set
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if device.platform != "gpu" or PINNED not in kinds:
+        return None
+    return SingleDeviceSharding(device, memory_kind=PINNED)
 
 
 def _check_placed(model: Model) -> None:
