@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 import dllm_jax as dj
 from dllm_jax.engine.requests import SamplingParams
 from dllm_jax.engine.scheduler import DECODE, PREFILL
 from dllm_jax.runner import buckets
-from dllm_jax.runner.runner import ModelRunner
+from dllm_jax.runner.runner import PINNED, ModelRunner
 from dllm_jax.strategies import AR
 from dllm_jax.strategies.core.protocol import split_knobs
 from dllm_jax.strategies.core.state import ACTIVE, DUMMY, FINISH_REASONS, TO_CACHE, Carry
@@ -105,9 +106,15 @@ def test_requests_alone_end_as_the_truth(name):
 
 @pytest.mark.parametrize("steps", [1, toy.MOST_STEPS])
 @pytest.mark.parametrize("name", sweep(QUICK))
-def test_the_chunk_length_changes_nothing(name, steps):
+def test_the_chunk_length_changes_nothing(name, steps, monkeypatch):
+    """Nor does memory of the host into which a GPU copies results."""
+    engine = make_engine(name)
+    assert engine.runner._near is None or jax.default_backend() == "gpu"
+    if steps == 1:
+        pinned = SingleDeviceSharding(jax.devices()[0], memory_kind=PINNED)
+        monkeypatch.setattr(engine.runner, "_near", pinned)
     with steps_a_chunk(steps):
-        assert_same(name, ends(run(make_engine(name), wishes(name))), truths(name))
+        assert_same(name, ends(run(engine, wishes(name))), truths(name))
 
 
 @pytest.mark.parametrize("caching", [True, False])
