@@ -174,6 +174,9 @@ def _run(
     }
     if tiling.shares_rows:
         scratch["rows_used"] = plgpu.Barrier(num_barriers=1, num_arrivals=consumers)
+        transforms = hopper.swizzled(keys, jnp.float32)
+        scratch["halves"] = plgpu.SMEM((2, ROWS, keys), jnp.float32, transforms=transforms)
+        scratch["halves_in"] = plgpu.Barrier(num_barriers=1, num_arrivals=consumers)
     if tiling.shares_rows or tiling.staged:
         scratch["k_used"] = plgpu.Barrier(num_barriers=tiling.key_stages, num_arrivals=users)
     if tiling.staged:

@@ -16,6 +16,7 @@ from ..layer.fp8 import DTYPE as FP8
 from ..layer.fp8 import factors_of
 from .mosaic_merge import merged
 from .mosaic_tiles import (
+    FAR,
     ROWS,
     in_order,
     key_slot_of,
@@ -31,7 +32,6 @@ from .mosaic_tiles import (
 _HIDDEN = -jnp.inf
 _FLOOR = -1e28  # first peak of a row, below every score; finite, so that differences are
 _NO_MASS = -1e30  # logarithm of the mass of a row that has seen no key; finite, too
-_FAR = 1 << 29  # beyond every position
 _LOG2_E = 1.4426950408889634
 
 
@@ -118,7 +118,7 @@ def compute(
     unit_of_row = jax.lax.div(row, whole(chunk)) + unit
     token = jax.lax.div(unit_of_row, whole(n)) * chunk + jax.lax.rem(row, whole(chunk))
     cell = cell_0 + token
-    anywhere = (1 - in_order(cell, causal, rules)) * _FAR
+    anywhere = (1 - in_order(cell, causal, rules)) * FAR
     window_from = window_cell(cell, causal, rules)
     last_cached = start + cell + anywhere
     last_fresh = cell + anywhere
@@ -189,13 +189,21 @@ def compute(
         plgpu.barrier_wait(scratch["k_in"].at[key_slot])
 
         def product(sums):
-            for part in query:
-                plgpu.wgmma(sums, part, key.T)
+            if own_columns is not None:
+                plgpu.wgmma(sums, mine.at[:, own_columns], key.at[:, own_columns].T)
+            else:
+                for part in query:
+                    plgpu.wgmma(sums, part, key.T)
             if takes_turns:
                 pass_turn()
             return sums[...]
 
         score = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        if own_columns is not None:  # the other warpgroup has the sums of the other half
+            scratch["halves"][warpgroup] = score
+            plgpu.barrier_arrive(scratch["halves_in"].at[0])
+            plgpu.barrier_wait(scratch["halves_in"].at[0])
+            score = score + load(scratch["halves"].at[1 - warpgroup], layout)
         if "k_used" in scratch:
             plgpu.barrier_arrive(scratch["k_used"].at[key_slot])
         if sees is not None:
@@ -247,8 +255,9 @@ def compute(
         plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), per_row),
     )
     for from_, to, sees in (
-        (work.cached[0], work.cached[1], None),
-        (work.cached[1], work.cached[2], sees_cached),
+        (work.cached[0], work.cached[1], sees_cached),
+        (work.cached[1], work.cached[2], None),
+        (work.cached[2], work.cached[3], sees_cached),
         (work.fresh[0], work.fresh[1], None),
         (work.fresh[1], work.fresh[2], sees_fresh),
     ):

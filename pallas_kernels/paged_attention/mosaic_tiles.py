@@ -13,6 +13,7 @@ from jaxtyping import Array
 from .. import hopper
 
 ROWS = 64  # of a warpgroup's product
+FAR = 1 << 29  # beyond every position
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Work:
         low, high: Its share of them all.
         before: Tiles of keys that went through the ring for earlier rows; None where rows do not
             take turns.
-        cached: Where the cached ones begin, where rows begin to differ, where they end.
+        cached: Where the cached ones begin, where those begin that every row sees, where these end
+            and where all do.
         fresh: The same of the window's own, those that every row sees first.
     """
 
@@ -57,7 +59,7 @@ class Work:
     low: Array
     high: Array
     before: Array | None
-    cached: tuple[Array, Array, Array]
+    cached: tuple[Array, Array, Array, Array]
     fresh: tuple[Array, Array, Array]
 
 
@@ -105,7 +107,9 @@ def work_of(shape, pool, numbers, place, before=None, *, has_bits, rules, tiling
         is_used &= ~is_spare
     cached_tiles = jnp.where(is_used, _ceil_div(context_len, keys), 0)
     skipped = whole(0)  # tiles of the context that end before any row's window
+    near = cell_0 - FAR  # the first cell that is in every row's window
     if window is not None:
+        near = window_cell(last_live, causal, rules) - (window - 1)
         from_cell = window_cell(first_live, causal, rules)
         nearest = jnp.maximum(start + from_cell - (window - 1), 0)
         skipped = jnp.minimum(jax.lax.div(nearest, whole(keys)), cached_tiles)
@@ -127,20 +131,25 @@ def work_of(shape, pool, numbers, place, before=None, *, has_bits, rules, tiling
     fresh_low, fresh_high = jnp.maximum(low, cached_tiles), jnp.maximum(high, cached_tiles)
     # Fresh keys that every row sees come before those that some do, in their own loop. A single
     # tile does not pay for the time to compile that loop.
-    if window is None and not has_bits and keys < T:
+    if not has_bits and keys < T:
         in_block = (jax.lax.div(first_live, whole(block_size)) + 1) * block_size
         plain = jnp.minimum(
             jnp.where(in_order(first_live, causal, rules) != 0, first_live + 1, in_block), end
         )
+        if window is not None and not rules.by_block:
+            plain = jnp.minimum(plain, first_live + window)
         plain = jnp.minimum(plain, cell_0 + T) - cell_0
         plain = jax.lax.div(plain, whole(keys)) - fresh_first
-        plain = jnp.where(first <= cell_0 + fresh_first * keys, plain, 0)
+        plain = jnp.where(jnp.maximum(first, near) <= cell_0 + fresh_first * keys, plain, 0)
         fresh_middle = jnp.clip(cached_tiles + plain, fresh_low, fresh_high)
     else:
         fresh_middle = fresh_low
-    middle = cached_low
-    if window is None:
-        middle = jnp.clip(jax.lax.div(unmasked, whole(keys)), cached_low, cached_high)
+    plain_low = cached_low
+    if window is not None:
+        plain_low = _ceil_div(jnp.maximum(start + near, 0), keys) - skipped
+        plain_low = jnp.clip(plain_low, cached_low, cached_high)
+    plain_high = jax.lax.div(unmasked, whole(keys)) - skipped
+    plain_high = jnp.clip(plain_high, plain_low, cached_high)
     return Work(
         sequence=b * G + g,
         b=b,
@@ -163,7 +172,7 @@ def work_of(shape, pool, numbers, place, before=None, *, has_bits, rules, tiling
         low=low,
         high=high,
         before=before,
-        cached=(cached_low, middle, cached_high),
+        cached=(cached_low, plain_low, plain_high, cached_high),
         fresh=(fresh_low, fresh_middle, fresh_high),
     )
 
@@ -276,7 +285,7 @@ def load(work, fresh_keys, pools, table, scratch, tiling):
                 fill(ring, arrived, keys, boxes_of(array))
 
         for span, boxes in ((work.cached, cached), (work.fresh, fresh)):
-            jax.lax.fori_loop(span[0], span[2], functools.partial(bring, boxes=boxes), None)
+            jax.lax.fori_loop(span[0], span[-1], functools.partial(bring, boxes=boxes), None)
         return
 
     piece = piece_of(tiling)
