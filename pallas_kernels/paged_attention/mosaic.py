@@ -193,7 +193,8 @@ def _run(
         scratch["columns"] = plgpu.SMEM((consumers, ROWS, width), kind)
         if is_shared:
             transforms = part_transforms()
-            scratch["means"] = plgpu.SMEM((*part, width), jnp.float32, transforms=transforms)
+            others = (consumers, tiling.parts - 1, ROWS, width)
+            scratch["means"] = plgpu.SMEM(others, jnp.float32, transforms=transforms)
             scratch["masses"] = plgpu.SMEM(part, jnp.float32)
             if is_quantized:
                 scratch["largest"] = plgpu.SMEM(part, jnp.float32)

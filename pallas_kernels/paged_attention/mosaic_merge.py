@@ -48,7 +48,7 @@ def merged(
     per_row = layout.reduce(1)
     width = mean.shape[1] // tiling.parts
     arrived = scratch["parts_in"].at[0]
-    bounds = []
+    own, bounds = None, []
     if parts:
         means, masses, *bounds = parts
         means[index, *place] = mean
@@ -65,14 +65,21 @@ def merged(
         _fence("gpu", scratch)
     else:
         means, masses = scratch["means"], scratch["masses"]
+        own = jnp.zeros_like(mean[:, :width])
         for peer in range(tiling.parts):
             block, owner = divmod(peer, 2) if tiling.shares_keys else (peer, warpgroup)
             _store_row(log_mass, masses.at[owner, index], block)
             if largest is not None:
                 _store_row(largest, scratch["largest"].at[owner, index], block)
             columns = mean[:, peer * width : (peer + 1) * width]
-            _store_mean(columns, means.at[owner, index], block)
-        means = [means.at[warpgroup, i] for i in range(tiling.parts)]
+            own += columns * (index == peer).astype(jnp.float32)  # which is exact
+
+            @pl.when(index != peer)
+            def _(columns=columns, peer=peer, block=block, owner=owner):
+                place = index - (index > peer).astype(jnp.int32)
+                _store_mean(columns, means.at[owner, place], block)
+
+        means = [means.at[warpgroup, i] for i in range(tiling.parts - 1)]
         masses = [masses.at[warpgroup, i] for i in range(tiling.parts)]
         if largest is not None:
             bounds = [scratch["largest"].at[warpgroup, i] for i in range(tiling.parts)]
@@ -83,7 +90,14 @@ def merged(
     peak = functools.reduce(jnp.maximum, masses)
     weights = [jnp.exp2(one - peak) for one in masses]
     across = lambda row: jax.lax.broadcast_in_dim(row, (len(row), width), [0])  # noqa: E731
-    terms = [load(one, layout) * across(weight) for one, weight in zip(means, weights, strict=True)]
+    if own is None:
+        terms = [load(one, layout) * across(w) for one, w in zip(means, weights, strict=True)]
+    else:
+        terms = [own * across(jnp.exp2(log_mass - peak))]
+        for i, one in enumerate(means):  # of part i, or of the next where the own is not behind it
+            is_before = (index > i).astype(jnp.float32)
+            weight = weights[i] * is_before + weights[i + 1] * (1.0 - is_before)
+            terms.append(load(one, layout) * across(weight))
     whole = functools.reduce(jnp.add, weights)
     bound = None
     if bounds:

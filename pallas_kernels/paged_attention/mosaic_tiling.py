@@ -192,7 +192,7 @@ def holds_parts(q: Array, tiling: Tiling) -> bool:
     if tiling.staged:
         ring += tiling.staged * piece_of(tiling) * H
         queries += tiling.consumers * 2 * ROWS * H
-    result, means_and_masses = of_row // parts, (H + parts) * 4
+    result, means_and_masses = of_row // parts, (H - H // parts + parts) * 4
     return ring + queries + tiling.consumers * ROWS * (result + means_and_masses) <= _SHARED_BYTES
 
 
