@@ -164,7 +164,7 @@ INTERPRETED = {
     ),
     "a cluster, keys shared, a window": (
         mosaic.Tiling(consumers=2, splits=2, stages=4, shares_keys=True),
-        {"T": 48, "S": 8, "heads": (6, 2, 64), "C": 6, "window": 70, "left_out": 16},
+        {"T": 48, "S": 8, "heads": (6, 2, 64), "C": 6, "window": 150, "left_out": 16},
     ),
     "a cluster, short contexts not split": (
         mosaic.Tiling(splits=2, stages=2, unsplit_keys=110),
@@ -203,6 +203,10 @@ INTERPRETED = {
         mosaic.Tiling(stages=2),
         {"T": 128, "S": 64, "heads": (2, 1, 64), "by_blocks": True},
     ),
+    "a window of more than a tile of keys": (
+        mosaic.Tiling(stages=2),
+        {"T": 128, "S": 64, "heads": (2, 1, 64), "by_blocks": True, "window": 100},
+    ),
     "8 bits": (
         mosaic.Tiling(consumers=2, stages=2, staged=3),
         {"T": 48, "S": 8, "heads": (6, 2, 64), "by_blocks": True},
@@ -219,9 +223,9 @@ INTERPRETED = {
         mosaic.Tiling(consumers=2, stages=2),
         {"T": 48, "S": 8, "heads": (6, 2, 64), "window": 70, "left_out": 16},
     ),
-    "a canvas": (
+    "a canvas": (  # the first tile that all rows see begins a key behind the window's first
         mosaic.Tiling(consumers=2, stages=2),
-        {"T": 32, "S": 16, "heads": (6, 2, 64), "C": 4, "canvas": True, "window": 70}
+        {"T": 32, "S": 16, "heads": (6, 2, 64), "C": 6, "canvas": True, "window": 133}
         | {"by_blocks": True, "rows": 4},
     ),
     "a canvas behind one that is stored": (
@@ -539,8 +543,9 @@ def test_mosaic_lowers_with_a_window_and_under_vmap(on_hopper):
     [
         ("SDAR-1.7B", 128, 1, 8, 4, False, True),
         ("SDAR-8B", 128, 2, 2, 3, False, True),
-        ("SDAR-8B", 128, 2, 2, 4, False, False),
-        ("wide heads", 128, 1, 2, 2, False, False),
+        ("SDAR-8B", 128, 2, 2, 4, False, True),
+        ("SDAR-8B", 128, 2, 2, 5, False, False),
+        ("wide heads", 128, 1, 2, 2, False, True),
         ("SDAR-8B", 128, 2, 2, 4, True, True),
         ("SDAR-1.7B", 128, 2, 2, 4, True, True),
         ("SDAR-1.7B", 128, 2, 4, 4, True, True),
