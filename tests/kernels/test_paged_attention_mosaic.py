@@ -386,6 +386,16 @@ def test_the_kernel_matches_numpy_on_a_gpu(tiling, feature):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 2])
+def test_heads_of_512_match_numpy_on_a_gpu(splits):
+    if jax.devices()[0].compute_capability != "9.0":
+        pytest.skip("needs a Hopper GPU")
+    tiling, settings = INTERPRETED["heads of 512, keys in two parts"]
+    call = functools.partial(mosaic.attention, tiling=dataclasses.replace(tiling, splits=splits))
+    assert_right(call, *case(**settings | {"T": 128, "S": 64, "C": 7}))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("feature", ["blocks", "window", "canvas"])
 @pytest.mark.parametrize(
     "tiling", [name for name, one in TILINGS.items() if one and mosaic.gives_groups(one)]
