@@ -95,8 +95,9 @@ def _back_ends(
     on_triton = triton.unsupported(q, k_pages, mask)
     # A canvas with its window, head 256, on an H200, us, XLA / Mosaic: 256 rows 62 / 32, beside a
     # store 116 / 42, a prefill of 1,024 239 / 41 (benchmarks/results/canvas_parts_h200.json). Head
-    # 512: 256 rows 90 / 95, but within a step 133 / 71, of four slots 294 / 262, of 16 1,039 / 992
-    # (canvas_variants_h200.json); an H100's prefill 280 / 143 (canvas_wide_h100.json).
+    # 512: 256 rows of one slot, four and 16 took XLA 90, 294 and 1,039 us and take Mosaic, with its
+    # merge, 50, 152 and 580 (canvas_attention_h200.json); an H100's prefill took 280 / 143
+    # (canvas_wide_h100.json).
     return {
         "mosaic": BackEnd(mosaic.attention, on_mosaic, T <= MOSAIC_ROWS),
         "triton": BackEnd(triton.attention, on_triton, T <= TRITON_ROWS),

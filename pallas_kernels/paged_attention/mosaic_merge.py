@@ -64,7 +64,7 @@ def merged(
         plgpu.barrier_wait(arrived)
         _fence("gpu", scratch)
     else:
-        means, masses = scratch["means"], scratch["masses"]
+        theirs, masses = scratch["means"], scratch["masses"]
         own = jnp.zeros_like(mean[:, :width])
         for peer in range(tiling.parts):
             block, owner = divmod(peer, 2) if tiling.shares_keys else (peer, warpgroup)
@@ -77,9 +77,9 @@ def merged(
             @pl.when(index != peer)
             def _(columns=columns, peer=peer, block=block, owner=owner):
                 place = index - (index > peer).astype(jnp.int32)
-                _store_mean(columns, means.at[owner, place], block)
+                _store_mean(columns, theirs.at[owner, place], block)
 
-        means = [means.at[warpgroup, i] for i in range(tiling.parts - 1)]
+        means = [theirs.at[warpgroup, i] for i in range(tiling.parts - 1)]
         masses = [masses.at[warpgroup, i] for i in range(tiling.parts)]
         if largest is not None:
             bounds = [scratch["largest"].at[warpgroup, i] for i in range(tiling.parts)]
