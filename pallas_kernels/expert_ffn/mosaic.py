@@ -42,8 +42,9 @@ from .. import hopper
 from ..activation import GELU_CUBE, GELU_SLOPE, Activation
 from ..hopper import MULTIPROCESSORS, SHARED_BYTES, load, load_scales, next_buffer, swizzled
 from ..layer.fp8 import DTYPE as FP8
-from ..layer.fp8 import Fp8Matrix, Fp8Rows, factors_of_scalar
+from ..layer.fp8 import Fp8Matrix, Fp8Rows, factors_of, factors_of_scalar
 from ..layer.mosaic import weighted
+from ..layer.mosaic_heads import layout_of_rows
 from ..layer.routed import RoutedRows
 from ..lowered import lowered_once
 from .fp8 import Fp8Experts
@@ -60,7 +61,7 @@ _LINE_BYTES = 128  # of a step's depth, at most
 _MOST_STAGES = 12
 _CHUNK = 32  # rows whose pairs are compared with each other; XLA counts those of earlier chunks
 _FEW_CHUNKS = 16  # whose counts each row adds up by itself
-_MANY_PAIRS = 4096  # from which on a program rounds all of a row: their loads overlap
+_ROUNDED, _PIECE = 4, 256  # rows of a program that rounds, and columns that it loads at once
 _AT_ONCE = 16  # pairs that others are compared with between two branches
 _BETWEEN = 24  # tiles of experts between those of a dense half
 _THREADS, _PAIR = 128, 2  # of a row's program, and numbers that become 8 bits at once, at least
@@ -242,7 +243,7 @@ def routed_rows(
     multiply = functools.partial(_product, dtype=x.dtype, beside=beside, **how)
     inner = multiply(rows, w_gate_up, more_gate_up, gated, parts=2, columns=tiling.gate_up)
     if is_small:
-        inner = _rounded(inner, place, F, interpret, beside)
+        inner = _rounded(inner, F, interpret, beside)
     results = multiply(inner, w_down, more_down, lambda sums: sums, parts=1, columns=tiling.down)
     routed = RoutedRows(results, place, expert_weights.astype(jnp.float32))
     if beside is None:
@@ -538,53 +539,49 @@ def _as(dtype: Any, row: Array) -> list[Array]:
 
 
 def _rounded(
-    inner: Float[Array, "P Fp"],
-    place: Int[Array, "T k"],
-    F: int,
-    interpret: Any,
-    beside: Beside | None = None,
+    inner: Float[Array, "P Fp"], F: int, interpret: Any, beside: Beside | None = None
 ) -> Fp8Rows:
-    """The rows of all pairs in 8 bits, by place; columns from F on hold anything and become 0."""
-    (P, width), (T, k) = inner.shape, place.shape
-    k += 0 if beside is None else beside.count
-    at_once = k if T * k >= _MANY_PAIRS else 1
+    """All places' rows in 8 bits; columns from F on, of a dense half past its last, become 0.
+
+    Those of no pair become anything: to skip them, a program would wait for a list first.
+    """
+    P, width = inner.shape
     values, scales = hopper.kernel(
-        functools.partial(_round, F=F, at_once=at_once, beside=beside),
+        functools.partial(_round, F=F, beside=beside),
         out_type=_rows_like(P, width, FP8),
-        grid=(T, k // at_once),
-        grid_names=("row", "choice"),
+        grid=(P // _ROUNDED,),
+        grid_names=("rows",),
         kernel_name="expert_ffn_round",
+        # Nothing reads what is written here, so threads need not wait for their warpgroup.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(inner, place)
+    )(inner)
     return Fp8Rows(values, scales)
 
 
-def _round(inner, place, values, scales, *, F, at_once, beside):
-    """Some pairs of a row, all read before the first is written; last those of a dense half."""
-    row, first = jax.lax.axis_index("row"), jax.lax.axis_index("choice") * at_once
-    (P, width), (_, k) = inner.shape, place.shape
-    layout = _strided(width, 8)
+def _round(inner, values, scales, *, F, beside):
+    """The rows of four places, a row to each warp."""
+    first = pl.multiple_of(jax.lax.axis_index("rows") * _ROUNDED, _ROUNDED)
+    rows, width = pl.ds(first, _ROUNDED), inner.shape[1]
+    columns, piece = F, math.gcd(width, _PIECE)
+    if beside is not None:
+        region = jax.lax.div(first, jnp.asarray(beside.apart, jnp.int32))
+        columns = jnp.where(region < beside.count, beside.inner - region * width, F)
+    layout, pieces = layout_of_rows(piece), [pl.ds(at, piece) for at in range(0, width, piece)]
 
-    def where(choice):
-        """The place of a pair, and its columns."""
-        if beside is None:
-            return place[row, choice], F
-        region, is_one = choice - k, choice < k
-        at = jnp.where(is_one, place[row, jnp.minimum(choice, k - 1)], region * beside.apart + row)
-        return at, jnp.where(is_one, F, beside.inner - region * width)
+    def load_piece(at):
+        found = load(inner.at[rows, at], layout).astype(jnp.float32)
+        if width == F:
+            return found
+        index = plgpu.broadcasted_iota(jnp.int32, found.shape, 1, layout=layout)
+        return jnp.where(index < columns - at.start, found, 0.0)
 
-    places = [where(first + j) for j in range(at_once)]
-    pairs = [load(inner.at[jnp.minimum(at, P - 1)], layout) for at, _ in places]
-    for (at, columns), pair in zip(places, pairs, strict=True):
-        found = pair.astype(jnp.float32)
-        if width > F:
-            index = plgpu.broadcasted_iota(jnp.int32, found.shape, 0, layout=layout)
-            found = jnp.where(index < columns, found, 0.0)
-        found, scale = _as(FP8, found)
-
-        @pl.when(at < NO_PLACE)
-        def _(at=at, found=found, scale=scale):
-            values[at], scales[at] = found, scale
+    found = [load_piece(at) for at in pieces]
+    largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(one), axis=1) for one in found])
+    factors, scales[rows] = factors_of(largest)
+    by = jax.lax.broadcast_in_dim(factors, found[0].shape, [0])
+    for at, one in zip(pieces, found, strict=True):
+        values[rows, at] = (one * by).astype(FP8)
 
 
 def _combine(results, place, weights, out):

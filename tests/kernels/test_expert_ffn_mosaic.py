@@ -134,9 +134,7 @@ def test_ragged_experts_match_numpy_and_a_row_alone_is_the_same():
     assert np.array_equal(alone[0], together[mine])
 
 
-def test_experts_in_8_bits_match_numpy_and_a_row_alone_is_the_same(monkeypatch):
-    """A program rounds both pairs of a row in the batch, and one of them alone."""
-    monkeypatch.setattr(mosaic, "_MANY_PAIRS", 100)
+def test_experts_in_8_bits_match_numpy_and_a_row_alone_is_the_same():
     arguments = case(RAGGED, 5)
     tiling = Tiling(groups=2, down=256, blocks=3)
     together = assert_right(arguments, tiling, "gelu", is_small=True)
@@ -209,7 +207,6 @@ def test_a_dense_half_goes_with_the_experts(monkeypatch, rows, groups, between):
     Three times F inner columns: 576, in 8 bits 640 with zeros, in regions of 256.
     """
     monkeypatch.setattr(mosaic, "_BETWEEN", between)
-    monkeypatch.setattr(mosaic, "_MANY_PAIRS", 100)  # all pairs of a row at once, if there are 70
     rng = np.random.default_rng(rows)
     ids = rng.integers(-1, 5, (rows, 2)).astype(np.int32)
     given = in_8_bits(case(ids, 5, rows))
