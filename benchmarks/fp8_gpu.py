@@ -14,8 +14,8 @@ attention in a loop on the device, at 32 and 128 rows, and by the profiler what 
 `steps`: the compiled decode step of an engine in a bare loop, SDAR-8B and -1.7B, weights in 8 bits
 and in bfloat16, beside the floor; with `_kv` behind it, a form has its cache in 8 bits, with
 `_head` its head, with `_many` products of many rows by Mosaic.
-`--forms former,fp8,bfloat16` times in `layers` and `steps` also
-the form in 8 bits of 87e2c1a: rows rounded by XLA, their scales padded in a launch of their own.
+`--forms fp8_rows,fp8,bfloat16` times in `layers` and `steps` also
+the form in which a launch of its own rounds what gate and up leave, a scale a row.
 `profiles`: what a layer of the step launches. `tilings`: other tiles of the Mosaic form.
 Programs are compiled by several threads before the first is timed. No part begins, and no program
 is compiled, after `--within` seconds. `--dry` runs all of it small on a CPU, kernels interpreted.
@@ -47,7 +47,6 @@ from dllm_jax.bench.numbers import environment
 from dllm_jax.bench.step import Shape, _bucket, _engine, context_len, step_strategy, text_len
 from dllm_jax.kernels.layer import (
     Fp8Matrix,
-    Fp8Rows,
     LayerOps,
     add_rms_norm,
     api,
@@ -82,7 +81,7 @@ WIDTHS = {"8B": (4096, 12288, 8, 6, 128), "1.7B": (2048, 6144, 8, 4, 128)}  # D 
 # Of a value plus one. The tensor cores keep 14 bits of a sum of numbers in 8 bits.
 LOOSEST = 0.05
 CHECK_S = 90.0
-FORMS = ("former", "fp8", "fp8_many", "fp8_head", "fp8_kv", "bfloat16_kv", "bfloat16")
+FORMS = ("bfloat16", "fp8", "fp8_rows", "fp8_many", "fp8_head", "fp8_kv", "bfloat16_kv")
 LAYERS, LOOPS = 12, 4  # of a program that is nothing but layers
 
 
@@ -296,27 +295,14 @@ def leave_mosaic():
 @contextlib.contextmanager
 def form_of(how):
     """What is traced meanwhile has this form."""
-    held = api.quantize_rows, mosaic.split_matmul, mosaic.gated_matmul
-
-    def padded(call):
-        def run(x, w, **options):
-            if isinstance(x, Fp8Rows):
-                scales = x.scales.reshape(-1)
-                x = Fp8Rows(x.values, jnp.pad(scales, (0, -len(scales) % 64)))
-            return call(x, w, **options)
-
-        return run
-
-    many = api.MOSAIC_MANY_FP8_ROWS
+    takes, many = api.takes_groups, api.MOSAIC_MANY_FP8_ROWS
+    if how == "fp8_rows":
+        api.takes_groups = lambda *_: False
     api.MOSAIC_MANY_FP8_ROWS = 4096 if how == "fp8_many" else many
-    if how == "former":
-        api.quantize_rows = fp8.quantize_rows
-        mosaic.split_matmul, mosaic.gated_matmul = map(padded, held[1:])
     try:
         yield
     finally:
-        api.quantize_rows, mosaic.split_matmul, mosaic.gated_matmul = held
-        api.MOSAIC_MANY_FP8_ROWS = many
+        api.takes_groups, api.MOSAIC_MANY_FP8_ROWS = takes, many
 
 
 def weights_of(how):
@@ -572,8 +558,8 @@ def step_engine(model, shape, context, steps):
 def step_times(run, models, shapes, forms, is_profiled, *settings):
     """Engines made and compiled side by side, a form after another; each timed by itself."""
     found = {}
-    apart = ("former", "fp8_many")
-    for group in (*((how,) for how in apart), tuple(how for how in forms if how not in apart)):
+    apart = ("fp8_rows", "fp8_many")
+    for group in (tuple(how for how in forms if how not in apart), *((how,) for how in apart)):
         own = [how for how in group if how in forms]
         if not own:
             continue
@@ -625,10 +611,8 @@ def _step_times(run, models, shapes, forms, kind, context, steps, found):
             if each:
                 floor = sum(each.values())
                 row |= {"floor_in_turn_ms": floor, "over_floor": ms / floor, "floor_parts_ms": each}
-            if how == "bfloat16":
-                for other in FORMS[:-1]:
-                    if (source, shape, other) in found:
-                        row[f"bfloat16_over_{other}"] = ms / found[source, shape, other]
+            if (base := found.get((source, shape, "bfloat16"))) and how != "bfloat16":
+                row["bfloat16_over_this"] = base / ms
             run.keep(part="steps", **row)
 
         def look(source=source, shape=shape, how=how, one=one):

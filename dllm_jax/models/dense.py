@@ -21,6 +21,7 @@ from dllm_jax.kernels.layer import (
     Fp8Rows,
     LayerOps,
     add_rms_norm,
+    fp8,
     qkv_matmul,
     reduced_rms_norm,
     reduces,
@@ -298,6 +299,8 @@ def _in_groups(layer: Any, cfg: DenseConfig, q: Array, ops: LayerOps) -> dict[st
     """What attention is told if the product behind it takes 8 bits, with a scale for each head."""
     wo = layer["wo"]
     if not ops.attends_in_groups or not isinstance(wo, Fp8Matrix) or cfg.o_bias:
+        return {}
+    if cfg.head_dim % fp8.LINE:  # was not measured
         return {}
     rows = *q.shape[:-2], cfg.num_heads * cfg.head_dim
     return {"is_quantized": True} if takes_groups(rows, wo, cfg.head_dim, q.dtype) else {}

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dllm_jax.kernels.layer import (
+    Fp8Groups,
     Fp8Matrix,
     Fp8Rows,
     LayerOps,
@@ -150,5 +151,11 @@ def swiglu(
     if ops is None:
         inner = gated_matmul(x, w_gate_up, dtype=dtype, implementation="xla")
         return split_matmul(inner, w_down, implementation="xla")
-    inner = gated_matmul(x, w_gate_up, dtype=dtype, implementation=ops.gated_matmul)
+    reader = None
+    if isinstance(w_down, Fp8Matrix) and ops.axis is None and ops.split_matmul is None:
+        reader = w_down
+    dtype = dtype if dtype is not None or isinstance(x, Fp8Rows) else x.dtype
+    inner = gated_matmul(x, w_gate_up, dtype=dtype, reader=reader, implementation=ops.gated_matmul)
+    if isinstance(inner, Fp8Groups):
+        return split_matmul(inner, w_down, dtype=dtype)
     return split_matmul(inner, w_down, axis=ops.axis, implementation=ops.split_matmul)

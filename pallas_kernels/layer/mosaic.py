@@ -22,7 +22,7 @@ from .. import hopper
 from ..hopper import MULTIPROCESSORS, SHARED_BYTES, load_scales, next_buffer, swizzled
 from ..lowered import lowered_once
 from .fp8 import DTYPE as FP8
-from .fp8 import Fp8Groups, Fp8Matrix, Fp8Rows, Fp8Sums, factors_of_scalar
+from .fp8 import Fp8Groups, Fp8Matrix, Fp8Rows, Fp8Sums, factors_of, factors_of_scalar
 from .routed import RoutedRows
 
 _ROWS = 64  # of a warpgroup's product
@@ -37,9 +37,7 @@ _LEAST_DEEP = 3  # stages of twice the depth; with two of them gate and up take 
 # 29.1 us instead of 28.2, gate and up 51.8 instead of 50.8.
 _IN_FLIGHT_BYTES = 22 * 2**20
 _MOST_SPLITS = 4
-GROUP = (
-    _LINE_BYTES  # columns with a scale of their own are a multiple of it; half as long ones lost
-)
+GROUP = 64  # columns with a scale of their own are a multiple of it
 _SHALLOW = 2048  # depth up to which tiles of half as many columns win, of 8 bits and few rows
 _THREADS, _VECTOR = 128, 4  # of the norm's program, and numbers that each of them loads at once
 _WIDEST = 4096  # row that was measured
@@ -199,7 +197,7 @@ def split_matmul(
         kind = _dtype(dtype or x.dtype, tiling.splits)
         out = jax.ShapeDtypeStruct((tiling.splits, math.prod(M), N), kind)
         whole = tiling.columns
-        out = _launch("split_matmul", x, w, out, lambda sums: [sums], whole, tiling, interpret)
+        (out,) = _launch("split_matmul", x, w, [out], lambda sums: [sums], whole, tiling, interpret)
         out = out.reshape(-1, *M, N)
         return out if tiling.splits > 1 else out[0]
 
@@ -207,16 +205,22 @@ def split_matmul(
     return jax.custom_batching.sequential_vmap(run)(x, w)
 
 
-@lowered_once(static_argnames=("tiling", "dtype", "interpret"))
+@lowered_once(static_argnames=("tiling", "dtype", "is_quantized", "interpret"))
 def gated_matmul(
     x: Float[Array, "*M K"] | Fp8Rows,
     w: Float[Array, "K C 2 W"] | Fp8Matrix,
     *,
     tiling: Tiling,
     dtype: Any = None,
+    is_quantized: bool = False,
     interpret: Any = None,
-) -> Float[Array, "*M C*W"]:
-    """See `api.gated_matmul`; `dtype` as in `split_matmul`."""
+) -> Float[Array, "*M C*W"] | Fp8Groups:
+    """See `api.gated_matmul`; `dtype` as in `split_matmul`.
+
+    Args:
+        is_quantized: The rows are rounded once more, to 8 bits: what a thread block has of one is a
+            group with a scale.
+    """
     _, C, _, W = w.shape
     kind = jnp.dtype(dtype or (x.values if isinstance(x, Fp8Rows) else x).dtype)
 
@@ -225,14 +229,18 @@ def gated_matmul(
             return sums[:, first : first + W].astype(kind).astype(jnp.float32)
 
         turns = [(rounded(i), rounded(i + W)) for i in range(0, tiling.columns, 2 * W)]
-        return [gate / (1 + jnp.exp(-gate)) * up for gate, up in turns]
+        return [(gate / (1 + jnp.exp(-gate)) * up).astype(kind) for gate, up in turns]
 
     def run(x, w):
         M = _row_shape(x)
-        out = jax.ShapeDtypeStruct((1, math.prod(M), C * W), kind)
+        out = [jax.ShapeDtypeStruct((1, math.prod(M), C * W), kind)]
+        if is_quantized:
+            shape = 2 * C * W // tiling.columns, -(-math.prod(M) // _ROWS) * _ROWS
+            out = [out[0].update(dtype=FP8), jax.ShapeDtypeStruct(shape, jnp.float32)]
         flat = w.flat if isinstance(w, Fp8Matrix) else w.reshape(len(w), -1)
-        out = _launch("gated_matmul", x, flat, out, gated, W, tiling, interpret)
-        return out.reshape(*M, C * W)
+        out, *scales = _launch("gated_matmul", x, flat, out, gated, W, tiling, interpret)
+        out = out.reshape(*M, C * W)
+        return Fp8Groups(out, *scales) if scales else out
 
     return jax.custom_batching.sequential_vmap(run)(x, w)
 
@@ -245,15 +253,20 @@ def _launch(
     name: str,
     x: Array | Fp8Rows | Fp8Groups,
     w: Array | Fp8Matrix,
-    out: jax.ShapeDtypeStruct,
+    outputs: list[jax.ShapeDtypeStruct],
     finish: Callable[[Array], list[Array]],
     piece: int,
     tiling: Tiling,
     interpret: Any,
-) -> Array:
-    """`x` [M K] times `w` [K N], of which `finish` makes pieces that lie side by side in `out`."""
+) -> list[Array]:
+    """`x` [M K] times `w` [K N], of which `finish` makes pieces that lie side by side in the rows.
+
+    Args:
+        outputs: The result, and if that is to have 8 bits, its scales.
+    """
     depth, stages, columns = tiling.depth, tiling.stages, tiling.columns
     K, N = w.shape
+    out = outputs[0]
     consumers = -(-out.shape[1] // _ROWS)
     group = K // len(x.scales) if isinstance(x, Fp8Groups) else None
     if isinstance(x, Fp8Rows | Fp8Groups):
@@ -281,16 +294,21 @@ def _launch(
         scratch["out"] = plgpu.SMEM(shape, out.dtype, transforms=swizzled(piece, out.dtype))
     body = functools.partial(
         _multiply,
-        names=(*("of_rows", "of_columns")[: len(scales)], "result", *scratch),
+        names=(
+            *("of_rows", "of_columns")[: len(scales)],
+            *("result", "result_scales")[: len(outputs)],
+            *scratch,
+        ),
         tiling=tiling,
         steps=K // (tiling.splits * depth),
         consumers=consumers,
         finish=finish,
         group_size=group,
+        is_interpreted=interpret is not None,
     )
     return hopper.kernel(
         body,
-        out_type=out,
+        out_type=outputs,
         grid=(N // columns, tiling.splits),
         grid_names=("column", "split"),
         kernel_name=name,
@@ -302,7 +320,7 @@ def _launch(
     )(rows, weights, *scales)
 
 
-def _multiply(x, w, *refs, names, tiling, steps, consumers, finish, group_size):
+def _multiply(x, w, *refs, names, tiling, steps, consumers, finish, group_size, is_interpreted):
     """One thread block: all rows, some columns, a share of the depth.
 
     Operands of 8 bits have scales; their weights lie as [N K]. Where each `group_size` of a row's
@@ -354,13 +372,13 @@ def _multiply(x, w, *refs, names, tiling, steps, consumers, finish, group_size):
     @pl.when(warpgroup == consumers)
     def _():
         plgpu.set_max_registers(40, action="decrease")
-        # Scales come behind the first weights, or behind the last ones: by when they are wanted.
-        first = steps if group_size is None else min(stages, steps)
-        slot = jax.lax.fori_loop(0, first, load, zero)
-        if is_scaled:
+        # Scales of groups are wanted by the first sums: behind the first weights they would come
+        # when all that is in flight has. Others are wanted by the last ones.
+        if group_size is not None:
             load_scales_of_all()
-        if first < steps:
-            jax.lax.fori_loop(first, steps, load, slot)
+        jax.lax.fori_loop(0, steps, load, zero)
+        if is_scaled and group_size is None:
+            load_scales_of_all()
         for i in range(max(0, steps - stages), steps):
             plgpu.barrier_wait(scratch["used"].at[i % stages])
 
@@ -393,31 +411,33 @@ def _multiply(x, w, *refs, names, tiling, steps, consumers, finish, group_size):
         return sums
 
     def products_of_groups():
-        count = depth // group_size  # of a step
+        parts = [(first, group_size) for first in range(0, depth, group_size)]
 
         def step(i, carry):
             slot, total = carry
             plgpu.barrier_wait(scratch["loaded"].at[slot])
-
-            def product(*sums):
-                for j, each in enumerate(sums):
-                    deep = pl.ds(j * group_size, group_size)
-                    weights = scratch["weights"].at[slot, :, deep].T
-                    plgpu.wgmma(each, scratch["rows"].at[slot, warpgroup, :, deep], weights)
-                return [each[...] for each in sums]
-
-            sums = [plgpu.WGMMAAccumulatorRef((_ROWS, columns), jnp.float32)] * count
-            parts = pl.run_scoped(product, *sums)
-            pl.when(i == 0)(lambda: plgpu.barrier_wait(scratch["scaled"].at[0]))
-            for j, part in enumerate(parts):
-                own = scratch["row_scales"].at[i * count + j, down]
-                total += part * load_scales(own, 0, part.shape)
+            operands = scratch["rows"].at[slot, warpgroup], scratch["weights"].at[slot]
+            products = hopper.products_of_parts(*operands, parts, is_interpreted)
             plgpu.barrier_arrive(scratch["used"].at[slot])
+            pl.when(i == 0)(lambda: plgpu.barrier_wait(scratch["scaled"].at[0]))
+            for j, product in enumerate(products):
+                scales = scratch["row_scales"].at[i * len(parts) + j, down]
+                total += product * load_scales(scales, 0, (_ROWS, columns))
             return after(slot), total
 
         total = plgpu.layout_cast(jnp.zeros((_ROWS, columns), jnp.float32), plgpu.Layout.WGMMA)
         _, total = jax.lax.fori_loop(0, steps, step, (zero, total))
         return total * load_scales(scratch["column_scales"], 1, total.shape)
+
+    def quantized(pieces):
+        """The pieces in 8 bits, with a scale for what this block has of a row."""
+        wide = [piece.astype(jnp.float32) for piece in pieces]
+        largest = functools.reduce(jnp.maximum, (jnp.abs(one).max(axis=1) for one in wide))
+        factors, units = factors_of(largest)
+        scratch["result_scales"][tile, down] = units
+        return [
+            (one * jax.lax.broadcast_in_dim(factors, one.shape, [0])).astype(FP8) for one in wide
+        ]
 
     @pl.when(warpgroup < consumers)
     def _():
@@ -427,7 +447,10 @@ def _multiply(x, w, *refs, names, tiling, steps, consumers, finish, group_size):
         else:
             sums = plgpu.WGMMAAccumulatorRef((_ROWS, columns), jnp.float32)
             sums = pl.run_scoped(products, sums)
-        pieces = [piece.astype(out.dtype) for piece in finish(sums)]
+        pieces = finish(sums)
+        if "result_scales" in scratch:
+            pieces = quantized(pieces)
+        pieces = [piece.astype(out.dtype) for piece in pieces]
         width = sum(piece.shape[1] for piece in pieces)
         if "out" not in scratch:
             (out[split, down, across(width)],) = pieces
@@ -694,7 +717,7 @@ def _is_staged(num_rows: int, dtype: jnp.dtype) -> bool:
     Rows past the last one may not be written; and what a thread has of a row is two numbers, half
     a sector with its neighbours' if they have 16 bits: 1.2 us of SDAR-8B's qkv, 128 rows.
     """
-    return num_rows % _ROWS > 0 or dtype.itemsize == 2
+    return num_rows % _ROWS > 0 or dtype.itemsize <= 2
 
 
 def _num_rows(x: Array) -> int:

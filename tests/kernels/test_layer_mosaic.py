@@ -452,7 +452,7 @@ def test_chosen_tilings_fit_into_shared_memory(monkeypatch, on_hopper):
         arrays = [s for s in scratch_types if hasattr(s, "dtype") and hasattr(s, "shape")]
         assert len(scratch_types) - len(arrays) == 2  # barriers
         bytes_of.append(sum(math.prod(s.shape) * jnp.dtype(s.dtype).itemsize for s in arrays))
-        return lambda *_: jnp.zeros(out_type.shape, out_type.dtype)
+        return lambda *_: [jnp.zeros(each.shape, each.dtype) for each in out_type]
 
     monkeypatch.setattr(mosaic.plgpu, "kernel", launch)
     count = 0
