@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.kernels.expert_ffn import expert_ffn
+from dllm_jax.kernels.expert_ffn import expert_ffn, routed_and_dense, takes_dense
 from dllm_jax.kernels.layer import LayerOps, RoutedRows, takes_routed
 from dllm_jax.models import dense, routing
 from dllm_jax.models.dense import PLAIN, Attend, DenseConfig, decoder_shapes, leaf, mlp_shapes
@@ -136,15 +136,14 @@ def _ffn(
     if ops.axis is not None:  # an id outside of a device's own experts is none there
         none = ids >= cfg.num_experts
         ids = jnp.where(none, -1, ids - first_of(len(layer["experts_down"]), ops.axis))
-    flat = rows.reshape(-1, cfg.hidden_size)
-    out = expert_ffn(
-        flat,
-        ids.reshape(len(flat), -1),
-        weights.reshape(len(flat), -1),
-        layer["experts_gate_up"],
-        layer["experts_down"],
-        is_summed=not takes_routed(rows, ops, "add_rms_norm"),
-    )
+    flat, is_summed = rows.reshape(-1, cfg.hidden_size), not takes_routed(rows, ops, "add_rms_norm")
+    routes = ids.reshape(len(flat), -1), weights.reshape(len(flat), -1)
+    given = flat, *routes, layer["experts_gate_up"], layer["experts_down"]
+    if cfg.shared_size and not is_summed:
+        shared = None, layer["shared_gate_up"], layer["shared_down"]
+        if takes_dense(flat, routes[0], given[-1], shared):
+            return tuple(one.like(rows) for one in routed_and_dense(*given, shared))
+    out = expert_ffn(*given, is_summed=is_summed)
     if isinstance(out, RoutedRows):
         out = out.like(rows)
         if not cfg.shared_size:

@@ -97,8 +97,8 @@ def routed_and_dense(
     x: Float[Array, "T D"],
     expert_ids: Int[Array, "T k"],
     expert_weights: Float[Array, "T k"],
-    w_gate_up: Fp8Experts,
-    w_down: Fp8Experts,
+    w_gate_up: Float[Array, "E D 2 F"] | Fp8Experts,
+    w_down: Float[Array, "E F D"] | Fp8Experts,
     dense: Dense,
     *,
     activation: Activation = "silu",
@@ -107,6 +107,7 @@ def routed_and_dense(
 
     Args:
         dense: Rows of 8 bits that the dense half takes, its gate and up in turns, and its down.
+            None in place of rows: it takes those of the experts.
     """
     given = x, expert_ids, expert_weights, w_gate_up, w_down, dense
     routed, plain = _routed_rows(*given, activation=activation)

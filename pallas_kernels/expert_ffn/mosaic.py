@@ -12,10 +12,11 @@ Experts of 8 bits are stored as [N K] and multiplied with rows of 8 bits. `_plac
 that enter, a fifth launch, `_round`, those between the products. The float32 sums are multiplied by
 the scales of row and column.
 
-A dense half of 8 bits that all rows take may go with them (`Beside`): its columns are those of some
-more experts, for which its rows lie in front of all places, once for gate and up, and once for each
+A dense half that all rows take may go with them (`Beside`): its columns are those of some more
+experts, for which its rows lie in front of all places, once for gate and up, and once for each
 region of its inner columns behind that. So its launches and their gaps are saved, and its bytes are
-loaded while other blocks load those of experts.
+loaded while other blocks load those of experts. In 16 bits its gate and up lie in turns in shared
+memory too, so that their sums are parted by turns.
 
 An expert's rows begin at a multiple of 8 places, as a swizzled tile does. The places in between are
 never written; their results are computed from garbage and never read. The grid has as many blocks
@@ -57,6 +58,7 @@ _MOST_ROWS = 288  # of a tile: the ring has four buffers, and a thread the sums 
 _MOST_LOADED = 192  # rows, by one copy; TMA takes up to 256
 _SCALES = 32  # a copy of them begins at a whole line of 128 bytes
 _STAGED = 64  # columns of results that are stored at once
+_TURN = 32  # columns of a dense half's gate and of its up, by turns, in 16 bits
 _LINE_BYTES = 128  # of a step's depth, at most
 _MOST_STAGES = 12
 _CHUNK = 32  # rows whose pairs are compared with each other; XLA counts those of earlier chunks
@@ -134,8 +136,8 @@ class Tiling:
         return self.rows or self.groups * _ROWS
 
 
-# Rows that are normed for it, gate and up in turns, and down.
-Dense = tuple[Fp8Rows, Fp8Matrix, Fp8Matrix]
+# Rows that are normed for it (None: those of the experts), gate and up in turns, and down.
+Dense = tuple[Fp8Rows | None, Array | Fp8Matrix, Array | Fp8Matrix]
 
 
 def unsupported(x: Array, w_down: Array | Fp8Experts) -> str | None:
@@ -187,10 +189,18 @@ def choose_tiling(num_pairs: int, w_down: Array | Fp8Experts) -> Tiling:
 def unsupported_beside(w_down: Array | Fp8Experts, dense: Dense) -> str | None:
     """Why a dense half cannot go with such experts, or None."""
     rows, w_gate_up, w_out = dense
-    if not isinstance(w_down, Fp8Experts) or not isinstance(rows, Fp8Rows):
-        return "needs experts and rows of 8 bits"
     _, F, _ = w_down.shape
     inner, turn = w_out.shape[0], w_gate_up.shape[-1]
+    if not isinstance(w_down, Fp8Experts):
+        if rows is not None or not w_down.dtype == w_gate_up.dtype == w_out.dtype:
+            return "needs rows that the experts take, and one type of weights"
+        if inner % F or F % _LINE_BYTES or turn != _TURN:
+            return f"needs {_LINE_BYTES}s of inner columns in turns of {_TURN}, got {F}, {inner}"
+        return None
+    if not isinstance(rows, Fp8Rows | None) or not (
+        isinstance(w_gate_up, Fp8Matrix) and isinstance(w_out, Fp8Matrix)
+    ):
+        return "needs rows and weights of 8 bits, as the experts have"
     wide, count = w_down.values.shape[-1], inner // F
     if wide % (_THREADS * _PAIR):  # results between the products are so wide
         return f"needs experts whose inner columns fill {_THREADS * _PAIR}s, got {wide}"
@@ -295,9 +305,9 @@ def _sorted_rows(
     tiles past the last one hold anything.
 
     Args:
-        held: Rows of the dense half `beside`, whose tiles are more than are counted.
+        held: Rows of the dense half `beside`, whose tiles are more than are counted; None: `x`.
     """
-    T, k = expert_ids.shape
+    (T, k), K = expert_ids.shape, x.shape[1]
     chunks = -(-T // _CHUNK)
     pairs = -(-_CHUNK * k // _THREADS) * _THREADS  # of a chunk
     ids = jnp.pad(
@@ -310,10 +320,9 @@ def _sorted_rows(
     places = -(-places // _ALIGNED) * _ALIGNED
     most_tiles, given = max_tiles(T * k, E, tile_rows), (x,)
     if beside is not None:
-        assert held is not None
         places += beside.count * beside.apart
         most_tiles += beside.count * beside.tiles
-        given = x, held.values.reshape(T, -1), held.scales.reshape(T)
+        given = (x,) if held is None else (x, held.values.reshape(T, K), held.scales.reshape(T))
     out = [
         jax.ShapeDtypeStruct((T, k), jnp.int32),
         jax.ShapeDtypeStruct((most_tiles, 3), jnp.int32),
@@ -322,8 +331,16 @@ def _sorted_rows(
 
     def launch(body: Callable[..., Any], out_type: Any) -> Callable[..., Any]:
         body = functools.partial(body, beside=beside)
+        if beside is not None:
+            body = functools.partial(
+                _place_beside,
+                body=body,
+                beside=beside,
+                has_rows=held is not None,
+                targets=len(out) - 2,
+            )
         return hopper.kernel(
-            body if beside is None else functools.partial(_place_beside, body=body, beside=beside),
+            body,
             out_type=out_type,
             grid=(T,),
             grid_names=("row",),
@@ -365,13 +382,22 @@ def _rows_like(count: int, width: int, dtype: Any) -> list[jax.ShapeDtypeStruct]
     return [rows, jax.ShapeDtypeStruct((count,), jnp.float32)] if dtype == FP8 else [rows]
 
 
-def _place_beside(x, held, units, *refs, body, beside):
-    """As `body` does, and the row of the dense half; `body` counts the tiles of experts."""
+def _place_beside(x, *refs, body, beside, has_rows, targets):
+    """As `body` does, and the row of the dense half; `body` counts the tiles of experts.
+
+    Args:
+        has_rows: The dense half has other rows than the experts.
+        targets: References to write a row to: its numbers, and in 8 bits its scale.
+    """
     row, size = jax.lax.axis_index("row"), jnp.asarray(beside.tile_rows, jnp.int32)
-    values, unit = load(held.at[row], _strided(held.shape[1], 8)), units[row]
-    count = body(x, *refs)
-    tiles, rows, scales = refs[-3:]
-    rows[row], scales[row] = values, unit
+    held = ()
+    if has_rows:
+        (numbers, units), refs = refs[:2], refs[2:]
+        held = load(numbers.at[row], _strided(numbers.shape[1], 8)), units[row]
+    count, values = body(x, *refs)
+    tiles = refs[-targets - 1]
+    for ref, value in zip(refs[-targets:], held or values, strict=True):
+        ref[row] = value
     before = jax.lax.div(row, size)
 
     @pl.when(row == before * size)
@@ -399,7 +425,7 @@ def _place(x, ids, before, first, first_tile, place, tiles, rows, *scales, k, ti
     rank = [before[chunk, one] + more for one, more in zip(mine, _counts(ahead), strict=True)]
     where = [mine, routed, begin, tile, length, rank]
     _write_row(row, where, values, place, tiles, (rows, *scales), tile_rows, beside)
-    return first_tile[first_tile.shape[0] - 1]
+    return first_tile[first_tile.shape[0] - 1], values
 
 
 def _place_counted(x, ids, counts, num_tiles, place, tiles, rows, *scales, k, tile_rows, beside):
@@ -434,7 +460,7 @@ def _place_counted(x, ids, counts, num_tiles, place, tiles, rows, *scales, k, ti
     def _():
         num_tiles[0] = count
 
-    return count
+    return count, values
 
 
 def _place_few(x, ids, num_tiles, place, tiles, rows, *scales, E, k, tile_rows, beside):
@@ -474,7 +500,7 @@ def _place_few(x, ids, num_tiles, place, tiles, rows, *scales, E, k, tile_rows, 
     def _():
         num_tiles[0] = count
 
-    return count
+    return count, values
 
 
 def _pairs_of(ids, chunk):
@@ -593,7 +619,7 @@ def _combine(results, place, weights, out):
 def _product(
     x: Float[Array, "P K"] | Fp8Rows,
     w: Float[Array, "E K *N"] | Fp8Experts,
-    more: Fp8Matrix | None,
+    more: Array | Fp8Matrix | None,
     finish: Callable[..., Array],
     *,
     dtype: Any,
@@ -620,14 +646,21 @@ def _product(
     else:
         assert isinstance(w, jax.Array)
         rows, flat, scales = x, w.reshape(E * K, parts, N), ()
-    others = () if more is None else (more.flat.values, more.flat.scales)
     kind, most_rows = rows.dtype, tiling.tile_rows
     depth = math.gcd(K, _LINE_BYTES // kind.itemsize)
     width = columns // parts
     # Columns that lie side by side in all weights of 8 bits.
-    strip = width if more is None or parts == 1 else min(width, more.shape[-1])
+    strip, others = width, ()
+    piece, pieces = math.gcd(width, _STAGED) if tiling.rows else width, 1  # that are staged at once
+    if isinstance(more, Fp8Matrix):
+        strip = width if parts == 1 else min(width, more.shape[-1])
+        others = more.flat.values, more.flat.scales
+    elif more is not None:
+        if parts == 2:
+            piece, pieces = _TURN, width // _TURN
+        others = (more.reshape(K, -1, width) if parts == 2 else more.reshape(-1, 1, N),)
     tile = (columns, depth) if scales else (depth, parts, width)
-    staged = (tiling.groups, _ROWS, math.gcd(width, _STAGED) if tiling.rows else width)
+    staged = (tiling.groups * pieces, _ROWS, piece)
     apart = math.prod(staged) * jnp.dtype(dtype).itemsize
     held = -(-most_rows // _SCALES) * _SCALES
     apart += 2 * 4 * (held + columns) if scales else 0
@@ -665,6 +698,7 @@ def _product(
             width=width,
             parts=parts,
             strip=strip,
+            pieces=pieces,
             beside=beside,
             finish=finish,
         ),
@@ -680,16 +714,19 @@ def _product(
     )(rows, flat, tiles, num_tiles, *scales, *others)
 
 
-def _multiply(x, w, tiles, num_tiles, *refs, names, N, groups, width, parts, strip, beside, finish):
+def _multiply(
+    x, w, tiles, num_tiles, *refs, names, N, groups, width, parts, strip, pieces, beside, finish
+):
     """One thread block: a tile of rows and columns, then the one `blocks` further on.
 
     Parts of 8 bits lie side by side in shared memory: one product with both reads the rows once.
-    Weights of 8 bits are loaded a `strip` of columns at a time.
+    Weights of 8 bits are loaded a `strip` of columns at a time. Results leave in `pieces`, each with
+    a buffer of its own, or in as many as are needed, which take turns in one.
     """
     scratch = dict(zip(names, refs, strict=True))
     out, is_scaled = scratch["result"], "scaled" in scratch
     stages, most_rows, depth = scratch["rows"].shape
-    turns, piece_width = -(-most_rows // (groups * _ROWS)), scratch["out"].shape[2]
+    turns = -(-most_rows // (groups * _ROWS))
     aligned = math.gcd(width, _COLUMNS)  # where a tile's columns begin
     number = functools.partial(jnp.asarray, dtype=jnp.int32)
     block, blocks = jax.lax.axis_index("block"), jax.lax.axis_size("block")
@@ -811,8 +848,28 @@ def _multiply(x, w, tiles, num_tiles, *refs, names, N, groups, width, parts, str
                 of_strips(expert, column, copy)
             else:
                 columns = pl.ds(pl.multiple_of(column, aligned), width)
-                own = w.at[piece(expert * steps + step, depth), :, columns]
-                plgpu.copy_gmem_to_smem(own, scratch["weights"].at[slot], loaded)
+
+                def fetch(matrix, line, columns, there=slice(None)):
+                    own = matrix.at[piece(line, depth), there, columns]
+                    plgpu.copy_gmem_to_smem(own, scratch["weights"].at[slot], loaded)
+
+                of_more = beside is not None and expert >= beside.experts
+
+                @pl.when(jnp.logical_not(of_more))
+                def _():
+                    fetch(w, expert * steps + step, columns)
+
+                if beside is not None:
+
+                    @pl.when(of_more)
+                    def _():
+                        i, more = expert - beside.experts, scratch["more"]
+                        if parts == 1:  # a region of its inner columns
+                            fetch(more, i * steps + step, columns)
+                        else:  # what lies behind each other there, in turns, are two parts here
+                            at = jax.lax.div(i * N + column, number(width)) * 2
+                            fetch(more, step, slice(None), pl.ds(at, 2))
+
             for begin in range(0, most_rows, _MOST_LOADED):
                 most = min(most_rows - begin, _MOST_LOADED)
                 left = jnp.clip(length - begin, 1, most)  # each copy is waited for
@@ -843,7 +900,7 @@ def _multiply(x, w, tiles, num_tiles, *refs, names, N, groups, width, parts, str
         slot = jnp.where(count * steps < stages, 0, slot)
         jax.lax.fori_loop(0, jnp.minimum(count * steps, stages), drain, slot)
 
-    def products(*sums, i, slot, store):
+    def products(*sums, i, slot, in_turns, store):
         def step(k, slots):
             slot, last = slots
             plgpu.barrier_wait(scratch["loaded"].at[slot])
@@ -867,8 +924,22 @@ def _multiply(x, w, tiles, num_tiles, *refs, names, N, groups, width, parts, str
             plgpu.barrier_wait(scratch["scaled"].at[i & 1])
         for turn, own in enumerate(sums):
             both = own[...]
-            pieces = [both[:, part * width : (part + 1) * width] for part in range(parts)]
-            store(finish(*scaled(pieces, i & 1, turn)).astype(out.dtype), turn)
+            if pieces == 1:
+                each = [both[:, part * width : (part + 1) * width] for part in range(parts)]
+                values = finish(*scaled(each, i & 1, turn)).astype(out.dtype)
+                size = scratch["out"].shape[2]
+                store([values[:, at : at + size] for at in range(0, width, size)], turn)
+                continue
+            sides = [
+                [turn_of(both, part * pieces + n, 2 * n + part, in_turns) for part in range(parts)]
+                for n in range(pieces)
+            ]
+            store([finish(*each).astype(out.dtype) for each in sides], turn)
+
+    def turn_of(both, own, in_turn, in_turns):
+        """Columns of a part where the parts lie side by side, or of a dense half in turns."""
+        either = [both[:, at * _TURN : (at + 1) * _TURN] for at in (in_turn, own)]
+        return jnp.where(jnp.broadcast_to(in_turns, either[0].shape), *either)
 
     def scaled(sums, half, turn):
         if not is_scaled:
@@ -882,21 +953,24 @@ def _multiply(x, w, tiles, num_tiles, *refs, names, N, groups, width, parts, str
         ]
 
     def store(values, turn, first, length, column):
-        """Whole groups of 8 rows, of which the last may hold rows that are never read."""
+        """Columns side by side: whole groups of 8 rows, of which the last may hold rows that are never read."""
         begin = (turn * groups + warpgroup) * _ROWS
         early = begin - begin_of(turn)  # rows that another warpgroup stores
-        staged = scratch["out"].at[warpgroup]
         there = jnp.minimum(length - begin + (_ALIGNED - 1), _ROWS)
-        for at in range(0, width, piece_width):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the result before
-            staged[...] = values[:, at : at + piece_width]
+        size = scratch["out"].shape[2]
+        for n, part in enumerate(values):
+            if n % pieces == 0:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the result before
+            staged = scratch["out"].at[warpgroup * pieces + n % pieces]
+            staged[...] = part
             plgpu.commit_smem()
-            columns = pl.ds(pl.multiple_of(column + at, aligned), piece_width)
+            at = pl.multiple_of(column + n * size, math.gcd(aligned, size))
+            columns = pl.ds(at, size)
             for rows in (64, 32, 16, 8):
                 done = there & ~(2 * rows - 1)
 
                 @pl.when((there & rows) != 0)
-                def _(rows=rows, done=done, columns=columns):
+                def _(rows=rows, done=done, columns=columns, staged=staged):
                     own = staged.at[pl.ds(pl.multiple_of(early + done, _ALIGNED), rows)]
                     down = pl.multiple_of(first + begin + done, _ALIGNED)
                     plgpu.copy_smem_to_gmem(own, out.at[pl.ds(down, rows), columns])
@@ -905,6 +979,7 @@ def _multiply(x, w, tiles, num_tiles, *refs, names, N, groups, width, parts, str
         slot, (expert, first, length, column) = carry
         following = place(i + 1)  # read early, as by the warpgroup that loads
         first, column = target(expert, first, column)
+        in_turns = pieces > 1 and expert >= beside.experts
         # A warpgroup takes every so many-th 64 rows.
         busy = jax.lax.div(length + (_ROWS - 1), number(_ROWS)) - warpgroup + (groups - 1)
         busy = jax.lax.div(busy, number(groups))
@@ -915,7 +990,7 @@ def _multiply(x, w, tiles, num_tiles, *refs, names, N, groups, width, parts, str
             def _(turns_of_tile=turns_of_tile):
                 sums = plgpu.WGMMAAccumulatorRef((_ROWS, parts * width), jnp.float32)
                 put = functools.partial(store, first=first, length=length, column=column)
-                run = functools.partial(products, i=i, slot=slot, store=put)
+                run = functools.partial(products, i=i, slot=slot, in_turns=in_turns, store=put)
                 pl.run_scoped(run, *[sums] * turns_of_tile)
 
         def pass_by(_, slot):

@@ -34,7 +34,7 @@ SHAPES = {  # E D F k
 }
 
 
-def case(ids, num_experts, seed=0):
+def case(ids, num_experts, seed=0, F=F):
     """Random rows; those of no expert, and the experts of no row, are not finite."""
     rng = np.random.default_rng(seed)
     draw = lambda *shape: rng.standard_normal(shape).astype(jnp.bfloat16)  # noqa: E731
@@ -229,6 +229,35 @@ def test_a_dense_half_goes_with_the_experts(monkeypatch, rows, groups, between):
     inner = reference.gated(both, "gelu").astype(jnp.bfloat16)
     want = np.asarray(fp8.product(inner, w_down).rounded(jnp.float32))
     assert np.abs(np.asarray(plain) - want).max() < TOLERANCE
+    assert np.abs(want).max() > 3
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "is_small"), [(20, 256, False), (70, 128, False), (20, 256, True)]
+)
+def test_an_expert_that_all_rows_take_goes_with_the_others(rows, width, is_small):
+    """As one of them, whose gate and up lie in turns: the same as an expert of each row."""
+    ids = np.random.default_rng(rows).integers(-1, 5, (rows, 2)).astype(np.int32)
+    every = np.arange(2 * rows, dtype=np.int32).reshape(rows, 2) % 6
+    x, _, weights, w_gate_up, w_down = map(jnp.asarray, case(every, 6, rows, F=256))
+    how = {"tiling": Tiling(groups=2, gate_up=width, blocks=3)}
+    in_turns = jnp.moveaxis(w_gate_up[5].reshape(D, 2, 8, 32), 1, 2)
+    matrices, dense = (w_gate_up, w_down), (in_turns, w_down[5])
+    if is_small:
+        matrices = [quantize_experts(w) for w in matrices]
+        dense = [fp8.quantize_matrix(w) for w in dense]
+    leaves, tree = jax.tree.flatten([x, jnp.asarray(ids), weights, *matrices, (None, *dense)])
+    assert mosaic.unsupported_beside(matrices[1], (None, *dense)) is None
+
+    def call(*leaves, interpret):
+        return mosaic.routed_rows(*jax.tree.unflatten(tree, leaves), **how, interpret=interpret)
+
+    routed, plain = (jax.tree.map(jnp.asarray, one).sums for one in interpreted(call, *leaves))
+    given = [np.asarray(x), ids, weights, *matrices]
+    assert np.array_equal(np.asarray(routed.astype(jnp.bfloat16)), run(given, **how))
+    given[1:3] = np.full((rows, 1), 5, np.int32), np.ones((rows, 1), np.float32)
+    want = np.float32(run(given, **how))  # sums of columns in another order, so another rounding
+    assert np.abs(np.asarray(plain) - want).max() < TOLERANCE / 3
     assert np.abs(want).max() > 3
 
 
