@@ -720,8 +720,8 @@ def _multiply(
     """One thread block: a tile of rows and columns, then the one `blocks` further on.
 
     Parts of 8 bits lie side by side in shared memory: one product with both reads the rows once.
-    Weights of 8 bits are loaded a `strip` of columns at a time. Results leave in `pieces`, each with
-    a buffer of its own, or in as many as are needed, which take turns in one.
+    Weights of 8 bits are loaded a `strip` of columns at a time. Results leave in `pieces`, each
+    with a buffer of its own; if that is 1, in as many as are needed, one behind the other.
     """
     scratch = dict(zip(names, refs, strict=True))
     out, is_scaled = scratch["result"], "scaled" in scratch
@@ -953,7 +953,11 @@ def _multiply(
         ]
 
     def store(values, turn, first, length, column):
-        """Columns side by side: whole groups of 8 rows, of which the last may hold rows that are never read."""
+        """Whole groups of 8 rows, of which the last may hold rows that are never read.
+
+        Args:
+            values: Columns that lie side by side.
+        """
         begin = (turn * groups + warpgroup) * _ROWS
         early = begin - begin_of(turn)  # rows that another warpgroup stores
         there = jnp.minimum(length - begin + (_ALIGNED - 1), _ROWS)
