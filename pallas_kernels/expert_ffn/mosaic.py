@@ -15,8 +15,8 @@ the scales of row and column.
 A dense half that all rows take may go with them (`Beside`): its columns are those of some more
 experts, for which its rows lie in front of all places, once for gate and up, and once for each
 region of its inner columns behind that. So its launches and their gaps are saved, and its bytes are
-loaded while other blocks load those of experts. In 16 bits its gate and up lie in turns in shared
-memory too, so that their sums are parted by turns.
+loaded while other blocks load those of experts. Its gate and up lie in turns in shared memory too:
+their sums are parted by turns, where those of experts are two halves.
 
 An expert's rows begin at a multiple of 8 places, as a swizzled tile does. The places in between are
 never written; their results are computed from garbage and never read. The grid has as many blocks
@@ -58,7 +58,6 @@ _MOST_ROWS = 288  # of a tile: the ring has four buffers, and a thread the sums 
 _MOST_LOADED = 192  # rows, by one copy; TMA takes up to 256
 _SCALES = 32  # a copy of them begins at a whole line of 128 bytes
 _STAGED = 64  # columns of results that are stored at once
-_TURN = 32  # columns of a dense half's gate and of its up, by turns, in 16 bits
 _LINE_BYTES = 128  # of a step's depth, at most
 _MOST_STAGES = 12
 _CHUNK = 32  # rows whose pairs are compared with each other; XLA counts those of earlier chunks
@@ -191,22 +190,26 @@ def unsupported_beside(w_down: Array | Fp8Experts, dense: Dense) -> str | None:
     rows, w_gate_up, w_out = dense
     _, F, _ = w_down.shape
     inner, turn = w_out.shape[0], w_gate_up.shape[-1]
-    if not isinstance(w_down, Fp8Experts):
-        if rows is not None or not w_down.dtype == w_gate_up.dtype == w_out.dtype:
-            return "needs rows that the experts take, and one type of weights"
-        if inner % F or F % _LINE_BYTES or turn != _TURN:
-            return f"needs {_LINE_BYTES}s of inner columns in turns of {_TURN}, got {F}, {inner}"
-        return None
-    if not isinstance(rows, Fp8Rows | None) or not (
-        isinstance(w_gate_up, Fp8Matrix) and isinstance(w_out, Fp8Matrix)
-    ):
-        return "needs rows and weights of 8 bits, as the experts have"
-    wide, count = w_down.values.shape[-1], inner // F
-    if wide % (_THREADS * _PAIR):  # results between the products are so wide
-        return f"needs experts whose inner columns fill {_THREADS * _PAIR}s, got {wide}"
-    if inner % F or -(-inner // wide) != count or w_out.values.shape[-1] % _LINE_BYTES:
+    if isinstance(w_down, Fp8Experts):
+        of_kind = isinstance(rows, Fp8Rows | None)
+        of_kind &= isinstance(w_gate_up, Fp8Matrix) and isinstance(w_out, Fp8Matrix)
+    else:
+        of_kind = rows is None and w_down.dtype == w_gate_up.dtype == w_out.dtype
+    if not of_kind:
+        return "needs rows and weights of the experts' type; other rows only in 8 bits"
+    wide, least, count = F, 1, inner // F
+    if isinstance(w_down, Fp8Experts):
+        wide, least = w_down.values.shape[-1], _THREADS * _PAIR
+        assert isinstance(w_out, Fp8Matrix)
+        if w_out.values.shape[-1] % _LINE_BYTES:
+            return f"needs inner columns that fill whole lines, got {inner}"
+    if wide % least:  # results between the products are so wide
+        return f"needs experts whose inner columns fill {least}s, got {wide}"
+    if inner % F or -(-inner // wide) != count:
         return f"needs as many regions of {wide} inner columns as of {F}, got {inner}"
-    return f"needs turns that divide {_COLUMNS}, got {turn}" if _COLUMNS % turn else None
+    if turn % 8 or _COLUMNS % turn:  # groups of columns of a product, and of a tile
+        return f"needs turns of 8s that divide {_COLUMNS}, got {turn}"
+    return None
 
 
 @lowered_once(static_argnames=("activation", "tiling", "interpret"))
@@ -236,6 +239,8 @@ def routed_rows(
     if dense is not None:
         held, more_gate_up, more_down = dense
         inner = more_down.shape[0]
+        if F % (tiling.gate_up // 2):
+            raise ValueError(f"{tiling=} begins columns early; the dense half's lie in turns")
         numbers = {"experts": E, "count": inner // F, "inner": inner}
         beside = Beside(**numbers, rows=len(x), tile_rows=tiling.tile_rows)
     rows, place, tiles, num_tiles = _sorted_rows(
@@ -649,18 +654,14 @@ def _product(
     kind, most_rows = rows.dtype, tiling.tile_rows
     depth = math.gcd(K, _LINE_BYTES // kind.itemsize)
     width = columns // parts
-    # Columns that lie side by side in all weights of 8 bits.
-    strip, others = width, ()
-    piece, pieces = math.gcd(width, _STAGED) if tiling.rows else width, 1  # that are staged at once
+    others = ()
+    gate_turn = more.shape[-1] if more is not None and parts == 2 else None
     if isinstance(more, Fp8Matrix):
-        strip = width if parts == 1 else min(width, more.shape[-1])
         others = more.flat.values, more.flat.scales
     elif more is not None:
-        if parts == 2:
-            piece, pieces = _TURN, width // _TURN
         others = (more.reshape(K, -1, width) if parts == 2 else more.reshape(-1, 1, N),)
     tile = (columns, depth) if scales else (depth, parts, width)
-    staged = (tiling.groups * pieces, _ROWS, piece)
+    staged = (tiling.groups, _ROWS, math.gcd(width, _STAGED) if tiling.rows else width)
     apart = math.prod(staged) * jnp.dtype(dtype).itemsize
     held = -(-most_rows // _SCALES) * _SCALES
     apart += 2 * 4 * (held + columns) if scales else 0
@@ -669,7 +670,7 @@ def _product(
     if scales:  # the ring comes round within a tile: see `ask_for_scales`
         stages = min(stages, K // depth)
     # Both operands of a product are swizzled alike, what lies as [K N] by its columns.
-    weight_copies = columns // strip if scales else 1
+    weight_copies = parts if scales else 1
     row_copies = -(-most_rows // _MOST_LOADED)
     line = depth if scales else math.gcd(depth, width)
     transforms = swizzled(line, kind)
@@ -697,8 +698,7 @@ def _product(
             groups=tiling.groups,
             width=width,
             parts=parts,
-            strip=strip,
-            pieces=pieces,
+            gate_turn=gate_turn,
             beside=beside,
             finish=finish,
         ),
@@ -715,18 +715,17 @@ def _product(
 
 
 def _multiply(
-    x, w, tiles, num_tiles, *refs, names, N, groups, width, parts, strip, pieces, beside, finish
+    x, w, tiles, num_tiles, *refs, names, N, groups, width, parts, gate_turn, beside, finish
 ):
     """One thread block: a tile of rows and columns, then the one `blocks` further on.
 
     Parts of 8 bits lie side by side in shared memory: one product with both reads the rows once.
-    Weights of 8 bits are loaded a `strip` of columns at a time. Results leave in `pieces`, each
-    with a buffer of its own; if that is 1, in as many as are needed, one behind the other.
+    A dense half's lie in turns of `gate_turn` columns.
     """
     scratch = dict(zip(names, refs, strict=True))
     out, is_scaled = scratch["result"], "scaled" in scratch
     stages, most_rows, depth = scratch["rows"].shape
-    turns = -(-most_rows // (groups * _ROWS))
+    turns, piece_width = -(-most_rows // (groups * _ROWS)), scratch["out"].shape[2]
     aligned = math.gcd(width, _COLUMNS)  # where a tile's columns begin
     number = functools.partial(jnp.asarray, dtype=jnp.int32)
     block, blocks = jax.lax.axis_index("block"), jax.lax.axis_size("block")
@@ -751,18 +750,16 @@ def _multiply(
     def piece(i, size):
         return pl.ds(pl.multiple_of(i * size, size), size)
 
-    def of_strips(expert, column, copy):
-        """`copy(i, start, part, at)` for each strip of a tile, which is `at` in the tile's part.
+    def of_parts(expert, column, copy):
+        """`copy(i, start, part)` for each part of a tile's columns.
 
         It begins at `start` in the experts' matrices, or in those of the dense half's i-th expert.
         """
-        strips = [(part, at) for part in range(parts) for at in range(0, width, strip)]
-        multiple = math.gcd(aligned, strip)
 
         def of_expert():
-            for part, at in strips:
-                start = (expert * parts + part) * N + column + at
-                copy(None, pl.multiple_of(start, multiple), part, at)
+            for part in range(parts):
+                start = (expert * parts + part) * N + column
+                copy(None, pl.multiple_of(start, aligned), part)
 
         if beside is None:
             of_expert()
@@ -770,11 +767,9 @@ def _multiply(
         i = expert - beside.experts
 
         def of_more():
-            for part, at in strips:
-                start = column + at
-                if parts == 2:
-                    start = 2 * (i * N + start) + part * strip
-                copy(i, pl.multiple_of(start, multiple), part, at)
+            for part in range(parts):
+                start = 2 * (i * N + column) + part * width if parts == 2 else column
+                copy(i, pl.multiple_of(start, aligned), part)
 
         pl.when(i < 0)(of_expert)
         pl.when(i >= 0)(of_more)
@@ -818,12 +813,11 @@ def _multiply(
             there = scratch["row_scales"].at[half, pl.ds(begin, size)]
             plgpu.copy_gmem_to_smem(own, there, arrived)
 
-        def copy(i, start, part, at):
-            own = scratch["of_columns" if i is None else "of_more"].at[pl.ds(start, strip)]
-            there = scratch["column_scales"].at[half, part, pl.ds(at, strip)]
-            plgpu.copy_gmem_to_smem(own, there, arrived)
+        def copy(i, start, part):
+            own = scratch["of_columns" if i is None else "of_more"].at[pl.ds(start, width)]
+            plgpu.copy_gmem_to_smem(own, scratch["column_scales"].at[half, part], arrived)
 
-        of_strips(expert, column, copy)
+        of_parts(expert, column, copy)
 
     def load_tile(i, carry):
         slot, (expert, first, length, column) = carry
@@ -837,15 +831,15 @@ def _multiply(
 
             loaded, deep = scratch["loaded"].at[slot], piece(step, depth)
 
-            def copy(i, start, part, at):
+            def copy(i, start, part):
                 matrix, own = (w, deep) if i is None else (scratch["more"], deep)
                 if i is not None and parts == 1:  # a region of its inner columns
                     own = piece(i * steps + step, depth)
-                there = scratch["weights"].at[slot, pl.ds(part * width + at, strip)]
-                plgpu.copy_gmem_to_smem(matrix.at[pl.ds(start, strip), own], there, loaded)
+                there = scratch["weights"].at[slot, pl.ds(part * width, width)]
+                plgpu.copy_gmem_to_smem(matrix.at[pl.ds(start, width), own], there, loaded)
 
             if is_scaled:
-                of_strips(expert, column, copy)
+                of_parts(expert, column, copy)
             else:
                 columns = pl.ds(pl.multiple_of(column, aligned), width)
 
@@ -853,23 +847,22 @@ def _multiply(
                     own = matrix.at[piece(line, depth), there, columns]
                     plgpu.copy_gmem_to_smem(own, scratch["weights"].at[slot], loaded)
 
-                of_more = beside is not None and expert >= beside.experts
-
-                @pl.when(jnp.logical_not(of_more))
-                def _():
+                def of_expert():
                     fetch(w, expert * steps + step, columns)
 
-                if beside is not None:
+                def of_more():
+                    i, more = expert - beside.experts, scratch["more"]
+                    if parts == 1:  # a region of its inner columns
+                        fetch(more, i * steps + step, columns)
+                    else:  # two halves of a tile's turns
+                        at = jax.lax.div(i * N + column, number(width)) * 2
+                        fetch(more, step, slice(None), pl.ds(at, 2))
 
-                    @pl.when(of_more)
-                    def _():
-                        i, more = expert - beside.experts, scratch["more"]
-                        if parts == 1:  # a region of its inner columns
-                            fetch(more, i * steps + step, columns)
-                        else:  # what lies behind each other there, in turns, are two parts here
-                            at = jax.lax.div(i * N + column, number(width)) * 2
-                            fetch(more, step, slice(None), pl.ds(at, 2))
-
+                if beside is None:
+                    of_expert()
+                else:
+                    pl.when(expert < beside.experts)(of_expert)
+                    pl.when(expert >= beside.experts)(of_more)
             for begin in range(0, most_rows, _MOST_LOADED):
                 most = min(most_rows - begin, _MOST_LOADED)
                 left = jnp.clip(length - begin, 1, most)  # each copy is waited for
@@ -900,7 +893,7 @@ def _multiply(
         slot = jnp.where(count * steps < stages, 0, slot)
         jax.lax.fori_loop(0, jnp.minimum(count * steps, stages), drain, slot)
 
-    def products(*sums, i, slot, in_turns, store):
+    def products(*sums, i, slot, is_dense, store):
         def step(k, slots):
             slot, last = slots
             plgpu.barrier_wait(scratch["loaded"].at[slot])
@@ -924,22 +917,19 @@ def _multiply(
             plgpu.barrier_wait(scratch["scaled"].at[i & 1])
         for turn, own in enumerate(sums):
             both = own[...]
-            if pieces == 1:
-                each = [both[:, part * width : (part + 1) * width] for part in range(parts)]
-                values = finish(*scaled(each, i & 1, turn)).astype(out.dtype)
-                size = scratch["out"].shape[2]
-                store([values[:, at : at + size] for at in range(0, width, size)], turn)
-                continue
-            sides = [
-                [turn_of(both, part * pieces + n, 2 * n + part, in_turns) for part in range(parts)]
-                for n in range(pieces)
-            ]
-            store([finish(*each).astype(out.dtype) for each in sides], turn)
+            each = [both[:, part * width : (part + 1) * width] for part in range(parts)]
+            each = scaled(each, i & 1, turn)
+            if gate_turn is not None:
+                each = of_turns(each, is_dense)
+            store(finish(*each).astype(out.dtype), turn)
 
-    def turn_of(both, own, in_turn, in_turns):
-        """Columns of a part where the parts lie side by side, or of a dense half in turns."""
-        either = [both[:, at * _TURN : (at + 1) * _TURN] for at in (in_turn, own)]
-        return jnp.where(jnp.broadcast_to(in_turns, either[0].shape), *either)
+    def of_turns(halves, is_dense):
+        """Gate and up, which are two halves, or in a dense half lie in turns."""
+        begins = range(0, width, gate_turn)
+        pieces = [half[:, at : at + gate_turn] for half in halves for at in begins]
+        for part, half in enumerate(halves):
+            mine = jnp.concatenate(pieces[part::2], axis=1)
+            yield jnp.where(jnp.broadcast_to(is_dense, mine.shape), mine, half)
 
     def scaled(sums, half, turn):
         if not is_scaled:
@@ -953,28 +943,21 @@ def _multiply(
         ]
 
     def store(values, turn, first, length, column):
-        """Whole groups of 8 rows, of which the last may hold rows that are never read.
-
-        Args:
-            values: Columns that lie side by side.
-        """
+        """Whole groups of 8 rows, of which the last may hold rows that are never read."""
         begin = (turn * groups + warpgroup) * _ROWS
         early = begin - begin_of(turn)  # rows that another warpgroup stores
+        staged = scratch["out"].at[warpgroup]
         there = jnp.minimum(length - begin + (_ALIGNED - 1), _ROWS)
-        size = scratch["out"].shape[2]
-        for n, part in enumerate(values):
-            if n % pieces == 0:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the result before
-            staged = scratch["out"].at[warpgroup * pieces + n % pieces]
-            staged[...] = part
+        for at in range(0, width, piece_width):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the result before
+            staged[...] = values[:, at : at + piece_width]
             plgpu.commit_smem()
-            at = pl.multiple_of(column + n * size, math.gcd(aligned, size))
-            columns = pl.ds(at, size)
+            columns = pl.ds(pl.multiple_of(column + at, aligned), piece_width)
             for rows in (64, 32, 16, 8):
                 done = there & ~(2 * rows - 1)
 
                 @pl.when((there & rows) != 0)
-                def _(rows=rows, done=done, columns=columns, staged=staged):
+                def _(rows=rows, done=done, columns=columns):
                     own = staged.at[pl.ds(pl.multiple_of(early + done, _ALIGNED), rows)]
                     down = pl.multiple_of(first + begin + done, _ALIGNED)
                     plgpu.copy_smem_to_gmem(own, out.at[pl.ds(down, rows), columns])
@@ -983,7 +966,7 @@ def _multiply(
         slot, (expert, first, length, column) = carry
         following = place(i + 1)  # read early, as by the warpgroup that loads
         first, column = target(expert, first, column)
-        in_turns = pieces > 1 and expert >= beside.experts
+        is_dense = beside is not None and expert >= beside.experts
         # A warpgroup takes every so many-th 64 rows.
         busy = jax.lax.div(length + (_ROWS - 1), number(_ROWS)) - warpgroup + (groups - 1)
         busy = jax.lax.div(busy, number(groups))
@@ -994,7 +977,7 @@ def _multiply(
             def _(turns_of_tile=turns_of_tile):
                 sums = plgpu.WGMMAAccumulatorRef((_ROWS, parts * width), jnp.float32)
                 put = functools.partial(store, first=first, length=length, column=column)
-                run = functools.partial(products, i=i, slot=slot, in_turns=in_turns, store=put)
+                run = functools.partial(products, i=i, slot=slot, is_dense=is_dense, store=put)
                 pl.run_scoped(run, *[sums] * turns_of_tile)
 
         def pass_by(_, slot):
