@@ -172,7 +172,9 @@ def choose_tiling(num_pairs: int, w_down: Array | Fp8Experts) -> Tiling:
     rows, wide = num_pairs / E, 128 if D % 256 else 256
     gated = 128 if F < 128 else 256
     if rows <= 24:  # most experts have fewer than a warpgroup takes
-        return Tiling(groups=1, gate_up=128 if F % 128 else gated, down=wide)
+        # Narrow tiles spread few experts evenly over the blocks; rows are read twice for them.
+        is_narrow = F % 128 or rows <= 2 or isinstance(w_down, Fp8Experts)
+        return Tiling(groups=1, gate_up=128 if is_narrow else gated, down=wide)
     if rows <= 96:
         return Tiling(groups=2, gate_up=128, down=wide)
     if rows <= 160:  # most have two warpgroups' rows and some more
