@@ -845,7 +845,7 @@ def _multiply(
             else:
                 columns = pl.ds(pl.multiple_of(column, aligned), width)
 
-                def fetch(matrix, line, columns, there=slice(None)):
+                def fetch(matrix, line, columns, there: Any = slice(None)):
                     own = matrix.at[piece(line, depth), there, columns]
                     plgpu.copy_gmem_to_smem(own, scratch["weights"].at[slot], loaded)
 
@@ -853,6 +853,7 @@ def _multiply(
                     fetch(w, expert * steps + step, columns)
 
                 def of_more():
+                    assert beside is not None
                     i, more = expert - beside.experts, scratch["more"]
                     if parts == 1:  # a region of its inner columns
                         fetch(more, i * steps + step, columns)
