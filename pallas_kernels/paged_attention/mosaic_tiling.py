@@ -264,7 +264,8 @@ def _shares_keys(tiling, head_size):
 
 def _shares_rows(tiling):
     """Refuse what two warpgroups with halves of the columns do not support."""
-    others = tiling.ping_pong, tiling.shares_keys, tiling.resident, tiling.staged
+    # A second tile of keys would not wait until the sums of the first are exchanged.
+    others = tiling.ping_pong, tiling.shares_keys, tiling.resident, tiling.staged, tiling.stages > 1
     if tiling.consumers != 2 or any(others) or (tiling.splits > 1 and tiling.is_cluster):
         raise ValueError(
             f"{tiling} with shares_rows wants two warpgroups, no cluster, and nothing else that "

@@ -148,7 +148,9 @@ def same_rows(got: Any, want: Any, share=0.95):
     assert got.values.shape == want.values.shape
     assert got.values.dtype == want.values.dtype
     assert (got.values == want.values).mean() > share
-    np.testing.assert_allclose(got.scales, want.scales, rtol=1e-2)
+    ratio = np.asarray(got.scales) / want.scales  # of powers of two; at an edge the next one
+    assert (np.abs(ratio - 1) < 1e-2).mean() > share
+    assert (np.abs(np.log2(ratio)) < 1.02).all()
     restored = np.float32(want.values) * want.scales[..., None]
     close(np.float32(got.values) * got.scales[..., None], restored, 1 / 8)  # e4m3's spacing
 
