@@ -38,7 +38,8 @@ LONG: dict[str, str | None] = {
     "convert/test_convert_memory.py": None,
     "kernels/test_canvas_layer.py": "heads_match|tensor_cores|equal|lower",
     "kernels/test_expert_ffn.py": "any_routing|published|may_be_gelus",
-    "kernels/test_expert_ffn_mosaic.py": "ragged|every_row|no_expert|published|8_bits|dense_half",
+    "kernels/test_expert_ffn_mosaic.py": "ragged|every_row|no_expert|published|8_bits|dense_half"
+    r"|all_rows_take_goes",
     "kernels/test_grammar_path.py": r"bit|half|by_classes|many_rows|lowers",
     "kernels/test_layer_mosaic.py": "many_rows",
     "kernels/test_layer_mosaic_rotate.py": None,
@@ -179,7 +180,7 @@ SLOW = {
     r"|triton_is_chosen|gelus"
     r"|numpy.*shape[12]|goes_nowhere.*float32|never_holds.*(bf|fp8)|no_order",
     "kernels/test_expert_ffn_mosaic.py": r"every_row|no_expert|ragged|in_8_bits|published.*True"
-    r"|alike|dense_half.*20",
+    r"|alike|dense_half.*20|all_rows_take_goes.*True",
     "kernels/test_fp8.py": "in_8_bits_are_exact|rows2"
     r"|is_exact\[rows1|numpy.shape1|gated_|each_other",
     "kernels/test_canvas_layer.py": r"one_launch_each|rows1|from_8_bits.*(True|gelu)|product_of_8",
