@@ -3,7 +3,7 @@
 1. A tile of up to 64 rows times a part of the depth, on the tensor cores and yet in float32: the
    terms of products of 16 bits are exact. `_multiply` takes normed rows. In `_multiply_scaled` a
    scaled row is the sum of three numbers of 16 bits each; the norm's own factor waits, one number a
-   row.
+   row. Of many rows a block takes all of the depth, part by part, and some of the experts.
 2. Four rows, a row to each warp: the parts added, the scores, and the likeliest expert k times.
    `_choose` is that of `route`, `_choose_scaled` that of `choose_experts`.
 """
@@ -26,9 +26,15 @@ from .reference import Rule
 
 _ROWS = 64  # of a product
 _DEPTH = 64  # of a step
-# Rows, and most steps of a part for as many: on an H200 both launches take 9.6 us for 256 rows in
-# parts of two steps, 11.9 of four; for 4,096 rows, with the loop's 10, 75 and 65.
+# Rows, and most steps of a part for as many that are normed: more parts take longer to add up.
 _STEPS = ((1024, 2), (float("inf"), 4))
+_PART = 2  # steps of a part of scaled rows, however many rows there are
+# Rows whose parts are left to the choice; of more, a block adds up all of them. On an H200, both
+# launches, parts left and added up: 1,024 rows 16 and 42 us, 2,048 rows 26 and 42, 4,096 rows 57
+# and 43.
+_MOST_SPLIT = 2048
+_WIDTH = 64  # experts of such a block
+_AHEAD = 3  # parts that it holds
 _PARTS = 3  # numbers of 16 bits whose sum has the 24 bits of one of 32
 _CHOSEN = 4  # rows of a program that chooses
 _WIDEST = 256  # of a row that is loaded at once
@@ -283,20 +289,27 @@ def choose_experts(
 
     def run(x, scale, router, expert_scale, live):
         (T, D), E = x.shape, router.shape[1]
-        steps = _steps(T, D)
-        splits = D // _DEPTH // steps
+        steps = math.gcd(D // _DEPTH, _PART)
+        count, width = D // _DEPTH // steps, min(E, _WIDTH)
+        splits = 1
+        if T <= _MOST_SPLIT:
+            splits, count, width = count, 1, E
+        ahead = min(_AHEAD, count)
+        scratch = [
+            _staged(x.dtype, ahead, steps, _ROWS, _DEPTH),
+            _staged(x.dtype, ahead, steps, _DEPTH, width),
+            plgpu.SMEM((ahead, steps, _DEPTH), x.dtype),
+            *([] if interpret is None else [_staged(x.dtype, _ROWS, _DEPTH)]),
+            plgpu.Barrier(num_barriers=ahead, num_arrivals=3 * steps),
+        ]
         parts = hopper.kernel(
-            _multiply_scaled,
+            functools.partial(_multiply_scaled, count=count),
             out_type=jax.ShapeDtypeStruct((splits, T, E), jnp.float32),
-            grid=(T // _ROWS, splits),
-            grid_names=("rows", "split"),
+            grid=(T // _ROWS, E // width, splits),
+            grid_names=("rows", "experts", "split"),
             kernel_name="router_scores",
-            scratch_types=[
-                _staged(x.dtype, steps, _ROWS, _DEPTH),
-                _staged(x.dtype, steps, _DEPTH, E),
-                _staged(x.dtype, steps, _PARTS, _ROWS, _DEPTH),
-                plgpu.Barrier(num_barriers=steps, num_arrivals=2),
-            ],
+            scratch_types=scratch,
+            compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=interpret is None),
             interpret=interpret,
         )(x, scale, router)
         given = parts, x, expert_scale, live.astype(jnp.int32)
@@ -308,39 +321,71 @@ def choose_experts(
     )
 
 
-def _multiply_scaled(x, scale, router, out, rows, weights, parts, loaded):
-    """A tile of rows times some of the depth; the norm's factor of a row is not in it."""
-    steps = rows.shape[0]
-    row = pl.multiple_of(jax.lax.axis_index("rows") * _ROWS, _ROWS)
+def _multiply_scaled(x, scale, router, out, rows, weights, scales, *refs, count):
+    """A tile of rows times some experts; the norm's factor of a row is not in it.
+
+    A block adds up `count` parts of the depth in their order, so that scores have the same bits
+    however many of them it takes.
+    """
+    *held, loaded = refs
+    (ahead, steps, _, width), D = weights.shape, x.shape[1]
+    number = functools.partial(jnp.asarray, dtype=jnp.int32)
+    row = pl.ds(pl.multiple_of(jax.lax.axis_index("rows") * _ROWS, _ROWS), _ROWS)
+    experts = pl.ds(pl.multiple_of(jax.lax.axis_index("experts") * width, width), width)
     split, layout = jax.lax.axis_index("split"), plgpu.Layout.WGMMA
-    tile = (_ROWS, _DEPTH)
-    deep = [
-        pl.ds(pl.multiple_of((split * steps + i) * _DEPTH, _DEPTH), _DEPTH) for i in range(steps)
-    ]
-    for i, at in enumerate(deep):
-        plgpu.copy_gmem_to_smem(x.at[pl.ds(row, _ROWS), at], rows.at[i], loaded.at[i])
-        plgpu.copy_gmem_to_smem(router.at[at], weights.at[i], loaded.at[i])
-    for i, at in enumerate(deep):
-        plgpu.barrier_wait(loaded.at[i])
-        by = load(scale.at[at], layout.reduce(0)).astype(jnp.float32) * x.shape[1] ** -0.5
-        by = jax.lax.broadcast_in_dim(by, tile, [1])
-        rest = load(rows.at[i], layout, optimized=True).astype(jnp.float32) * by
-        for part in range(_PARTS):
-            own = rest.astype(x.dtype)
-            parts[i, part] = own
-            rest -= own.astype(jnp.float32)
-    plgpu.commit_smem()
 
-    def products(sums):
-        for i in range(steps):
-            for part in reversed(range(_PARTS)):
-                plgpu.wgmma(sums, parts.at[i, part], weights.at[i])
-        plgpu.wgmma_wait(0)
-        return sums[...]
+    def slot_of(i):
+        return jax.lax.rem(i, number(ahead))
 
-    shape = (_ROWS, router.shape[1])
-    sums = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-    out[split, pl.ds(row, _ROWS)] = sums
+    def copy(i):
+        slot = slot_of(i)
+        for j in range(steps):
+            first = ((split * count + i) * steps + j) * _DEPTH
+            at = pl.ds(pl.multiple_of(first, _DEPTH), _DEPTH)
+            pairs = (x.at[row, at], rows), (router.at[at, experts], weights), (scale.at[at], scales)
+            for source, target in pairs:
+                plgpu.copy_gmem_to_smem(source, target.at[slot, j], loaded.at[slot])
+
+    def parts_of(slot, j):
+        """Scaled rows as sums of numbers of 16 bits, the smallest first."""
+        by = load(scales.at[slot, j], layout.reduce(0)).astype(jnp.float32) * D**-0.5
+        rest = load(rows.at[slot, j], layout, optimized=True).astype(jnp.float32)
+        rest *= jax.lax.broadcast_in_dim(by, rest.shape, [1])
+        found = []
+        for _ in range(_PARTS):
+            found.append(rest.astype(x.dtype))
+            rest -= found[-1].astype(jnp.float32)
+        return reversed(found)
+
+    def step(i, total):
+        slot = slot_of(i)
+        plgpu.barrier_wait(loaded.at[slot])
+
+        def products(sums):
+            for j in range(steps):
+                for part in parts_of(slot, j):
+                    own = part
+                    if held:  # the interpreter multiplies what lies in shared memory
+                        (own,) = held
+                        own[...] = part
+                    plgpu.wgmma(sums, own, weights.at[slot, j])
+
+            @pl.when((i > 0) & (i - 1 + ahead < count))
+            def _():
+                plgpu.commit_smem()  # all threads are through with the part before this one
+                copy(i - 1 + ahead)
+
+            plgpu.wgmma_wait(0)
+            return sums[...]
+
+        return total + pl.run_scoped(
+            products, plgpu.WGMMAAccumulatorRef((_ROWS, width), jnp.float32)
+        )
+
+    for i in range(ahead):
+        copy(number(i))
+    total = plgpu.layout_cast(jnp.zeros((_ROWS, width), jnp.float32), layout)
+    out[split, row, experts] = jax.lax.fori_loop(0, count, step, total)
 
 
 def _choose_scaled(parts, x, expert_scale, live, ids, weights, *, eps):
