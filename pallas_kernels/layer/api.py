@@ -490,7 +490,7 @@ def takes_groups(shape: tuple[int, ...], w: Fp8Matrix, size: int, dtype: Any) ->
         size: Columns of a group.
     """
     M, K = math.prod(shape[:-1]), shape[-1]
-    if M > mosaic.MOST_ROWS or K % size or size % mosaic.GROUP:
+    if M > mosaic.MOST_ROWS or K % size or size < mosaic.GROUP or size % mosaic.PART:
         return False
     values: Any = jax.ShapeDtypeStruct(shape, fp8.DTYPE)
     scales: Any = jax.ShapeDtypeStruct((K // size, M), jnp.float32)

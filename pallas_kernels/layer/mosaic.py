@@ -37,7 +37,8 @@ _LEAST_DEEP = 3  # stages of twice the depth; with two of them gate and up take 
 # 29.1 us instead of 28.2, gate and up 51.8 instead of 50.8.
 _IN_FLIGHT_BYTES = 22 * 2**20
 _MOST_SPLITS = 4
-GROUP = 64  # columns with a scale of their own are a multiple of it
+GROUP = 64  # columns with a scale of their own, at least
+PART = 32  # columns of 8 bits that an instruction takes
 _SHALLOW = 2048  # depth up to which tiles of half as many columns win, of 8 bits and few rows
 _THREADS, _VECTOR = 128, 4  # of the norm's program, and numbers that each of them loads at once
 _WIDEST = 4096  # row that was measured
@@ -151,6 +152,9 @@ def choose_tiling(
     is_deep = consumers == 1 and (is_8_bit or not is_gated)
     if is_8_bit and is_deep and not is_gated and K <= _SHALLOW:
         columns = (_STEP // 2, *columns)
+    depths = (2 * line, line) if is_deep else (line,)
+    if is_deep and groups > 1:
+        depths += (3 * line,)  # whole groups of 96
     # Of 8 bits, gate and up were timed with as many in flight as the rows that there are allow.
     asked = _num_rows(x) if is_8_bit and is_gated else rows
     for width in columns:
@@ -158,7 +162,7 @@ def choose_tiling(
         if N % width or not 0 < blocks <= MULTIPROCESSORS:
             continue
         most = 1 if is_gated else min(MULTIPROCESSORS // blocks, _MOST_SPLITS)
-        for depth in (2 * line, line) if is_deep else (line,):
+        for depth in depths:
             splits = next((n for n in range(most, 0, -1) if K % (n * depth) == 0), 0)
             if not splits or (groups > 1 and depth * groups % K):  # of whole groups
                 continue
