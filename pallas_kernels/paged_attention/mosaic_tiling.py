@@ -49,8 +49,8 @@ class Tiling:
         ping_pong: Two consumers take turns at the tensor cores.
         shares_keys: Its two warpgroups have the same rows and take tiles of keys in turns.
         shares_rows: Its two warpgroups have the same rows and tiles of keys, and each half of the
-            values' columns: of 512 the registers of one warpgroup do not hold the sums. Keys and
-            values leave the ring apart.
+            head: of 512 columns the registers of one warpgroup do not hold the sums. They exchange
+            the sums of scores; keys and values leave the ring apart.
         unsplit_keys: Contexts of no more keys are not split: the blocks of a cluster take rows or
             heads of their own. At one compiled size a request's bits must not depend on its
             neighbours, so this is a number of keys and not a share of all.

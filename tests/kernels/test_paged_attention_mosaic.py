@@ -775,6 +775,13 @@ def test_blocks_that_stay_refuse_what_they_cannot_do(settings, match):
         jax.eval_shape(run, *shapes(8, 32, MODELS["LLaDA2-mini"]))
 
 
+def test_halves_of_a_head_refuse_a_second_tile_in_flight():
+    tiling = mosaic.Tiling(consumers=2, stages=2, shares_rows=True)
+    run = functools.partial(mosaic.attention, tiling=tiling)
+    with pytest.raises(ValueError, match="shares_rows wants two warpgroups, no cluster"):
+        jax.eval_shape(run, *shapes(8, 32, MODELS["LLaDA2-mini"]))
+
+
 def test_two_warpgroups_in_turns_want_two_tiles_in_flight():
     tiling = mosaic.Tiling(consumers=2, ping_pong=True, stages=1)
     run = functools.partial(mosaic.attention, tiling=tiling)
