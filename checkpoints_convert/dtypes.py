@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from .rules import Array
+from .scaled import E4M3
 
 # safetensors' name -> NumPy type, for every type that weights may have.
 STORED: dict[str, np.dtype[Any]] = {
@@ -20,6 +21,7 @@ _OVERLAY = {
     STORED["BF16"]: (np.int16, 0x7F80, np.uint16, 0xFF80),
     STORED["F16"]: (np.int16, 0x7C00, np.uint16, 0xFC00),
     STORED["F32"]: (np.int32, 0x7F800000, np.uint32, 0xFF800000),
+    E4M3: (np.int8, 0x7F, np.uint8, 0xFF),
 }
 
 

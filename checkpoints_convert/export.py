@@ -4,17 +4,19 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .dtypes import STORED, raw
-from .packed import FP8_DYNAMIC, as_fp8
-from .rules import Placement, Shape, find, placements, tensor_shapes
+from .packed import FP8_DYNAMIC
+from .rules import Array, Placement, Shape, find, placements, tensor_shapes
+from .scaled import E4M3, Scaled
 from .tensor_names import table_of
 
+_SCALE = "_scale"  # behind the name of a matrix
 _ALIGNMENT = 8  # the header's length is a multiple of it, and stored in so many bytes
 
 
@@ -46,83 +48,70 @@ def write_fp8(
     shapes: Any,
     folder: Path,
     places: Sequence[Placement],
-    leaves: Collection[str],
     family: str,
     config: Mapping[str, Any],
 ) -> None:
-    """Write FP8-dynamic of compressed-tensors: e4m3, and a scale for each output.
+    """Write FP8-dynamic of compressed-tensors: e4m3, and a float32 scale for each output.
 
     Args:
-        params: The network's tree, NumPy arrays.
-        shapes: Shapes and stored types of the tree.
+        params: The network's tree, NumPy arrays; leaves in 8 bits are `Scaled`.
+        shapes: Shapes and stored types of the tree in 16 bits.
         folder: An empty one.
         places: The tensors, under the names of the source.
-        leaves: Leaves whose matrices are rounded, those of two axes.
         family: Whose head stays, also where it is tied and no tensor of its own.
         config: The entries of the source's `config.json`.
     """
     two = {name for name, shape in tensor_shapes(places).items() if len(shape) == 2}
-    small = {place.name for place in places if place.name in two and place.path[-1] in leaves}
+    small = {place.name for place in places if isinstance(find(params, place.path), Scaled)}
     embeddings = {place.name for place in places if place.path[-1] == "embed"}
     kept = (two - small - embeddings) | {table_of(family).lm_head}
     kept = sorted(name.removesuffix(".weight") for name in kept)
-    _write(folder / "model.safetensors", places, params, shapes, small)
+    _write(folder / "model.safetensors", places, params, shapes)
     entries = {**config, "quantization_config": {**FP8_DYNAMIC, "ignore": kept}}
     text = json.dumps(entries, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
 
 
-def _write(
-    path: Path,
-    places: Sequence[Placement],
-    params: Any,
-    shapes: Any,
-    small: Collection[str] = (),
-) -> None:
-    """A safetensors file, tensor by tensor: its own writer would hold all of them twice.
-
-    Args:
-        small: Matrices that are rounded to 8 bits; each has its scales before it.
-    """
+def _write(path: Path, places: Sequence[Placement], params: Any, shapes: Any) -> None:
+    """A safetensors file, tensor by tensor: its own writer would hold all of them twice."""
     parts: dict[str, list[Placement]] = {}
     for place in places:
         parts.setdefault(place.name, []).append(place)
-    kinds = {name: find(shapes, parts[name][0].path).dtype for name in parts}
-    wholes, start = tensor_shapes(places), 0
-    # So that all are aligned.
-    names = sorted(parts, key=lambda name: (name in small, -kinds[name].itemsize, name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    typed = {kind: key for key, kind in STORED.items()}
-
-    def add(name: str, dtype: str, shape: Shape, itemsize: int) -> None:
-        nonlocal start
-        end = start + math.prod(shape) * itemsize
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-        start = end
-
-    for name in names:
-        shape = wholes[name]
-        if name in small:
-            add(f"{name}_scale", "BF16", (shape[0], 1), 2)
-            add(name, "F8_E4M3", shape, 1)
+    typed = {**{kind: key for key, kind in STORED.items()}, E4M3: "F8_E4M3"}
+    held: list[tuple[str, Shape, np.dtype[Any]]] = []
+    for name, shape in tensor_shapes(places).items():
+        leaf = parts[name][0].path
+        if isinstance(find(params, leaf), Scaled):
+            held += [(name, shape, E4M3), (name + _SCALE, (shape[0], 1), STORED["F32"])]
         else:
-            add(name, typed[kinds[name]], shape, kinds[name].itemsize)
+            held.append((name, shape, np.dtype(find(shapes, leaf).dtype)))
+    held.sort(key=lambda one: (-one[2].itemsize, one[0]))  # so that all are aligned
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, shape, kind in held:
+        end = start + math.prod(shape) * kind.itemsize
+        header[name] = {"dtype": typed[kind], "shape": shape, "data_offsets": [start, end]}
+        start = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(_ALIGNMENT, "little") + text)
-        for name in names:
-            tensor = np.empty(wholes[name], kinds[name])
-            for place in parts[name]:
-                part = place.part.view(np.asarray(find(params, place.path)))
+        for name, shape, kind in held:
+            tensor = np.empty(shape, kind)
+            for place in parts.get(name) or parts[name.removesuffix(_SCALE)]:
+                part = _part(find(params, place.path), place, name not in parts)
                 rows = tensor[place.start : place.start + place.shape[0]]
                 rows.reshape(part.shape)[...] = part
-            if name in small:
-                values, scales = as_fp8(tensor)
-                file.write(raw(scales).data.cast("B"))
-                file.write(values.view(np.uint8).data.cast("B"))
-            else:
-                file.write(raw(tensor).data.cast("B"))
+            file.write(raw(tensor).data.cast("B"))
+
+
+def _part(leaf: Any, place: Placement, is_scale: bool) -> Array:
+    """What a tensor, or its scale, has of a leaf."""
+    if not isinstance(leaf, Scaled):
+        return place.part.view(np.asarray(leaf))
+    if is_scale:
+        return leaf.form.scales_of(place.part, leaf.scales)
+    return leaf.form.values_of(place.part, leaf.values)
 
 
 @contextlib.contextmanager

@@ -127,6 +127,8 @@ class Packed:
                 yield f"{name} holds NaN or Inf; download it again"
             elif not found.all() and not (scheme.kind == "fp4" and end == scheme.scale):
                 yield f"{name} holds a zero, so its weights are lost; quantise the model again"
+            elif scheme.kind in ("float", "fp4") and found.min() < 0:
+                yield f"{name} holds {found.min():.3g}; a scale is positive; download it again"
         for end in ("g_idx", "weight_g_idx"):
             if end in self.parts:
                 found, most = self.all(end), _groups(self)
@@ -140,6 +142,16 @@ class Packed:
                     f"{self.stem}.weight_shape says {list(found)} but "
                     f"{self.stem}.{scheme.values} holds {list(self.shape)}; download it again"
                 )
+
+    @property
+    def is_by_output(self) -> bool:
+        """Whether it is e4m3 with a scale for each output, or one for all."""
+        return self.scheme.kind == "float" and self.scheme.block is None and _groups(self) == 1
+
+    def scales(self, start: int, count: int) -> Array:
+        """Scales of `count` outputs from number `start` on, of a matrix that `is_by_output`."""
+        found = self.all(self.scheme.scale).astype(np.float32).reshape(-1)
+        return _np.broadcast_to(found, self.shape[:1])[start : start + count]
 
     @property
     def stem(self) -> str:
@@ -460,15 +472,6 @@ def _misshapen(packed: Packed) -> Iterator[str]:
             yield f"{packed.stem}.{end} has shape {list(part.shape)}, expected {text}"
         elif part.dtype not in types:
             yield f"{packed.stem}.{end} has type {part.dtype}, expected {' or '.join(types)}"
-
-
-def as_fp8(matrix: Array) -> tuple[Array, Array]:
-    """Values in e4m3 and bfloat16 scales [out, 1] of a matrix [out, in]."""
-    whole = matrix.astype(np.float32)
-    largest = np.abs(whole).max(axis=1, keepdims=True)
-    scales: Array = _np.where(largest > 0, largest / 448, 1).astype(ml_dtypes.bfloat16)
-    values: Array = _np.clip(whole / scales.astype(np.float32), -448, 448)
-    return values.astype(ml_dtypes.float8_e4m3fn), scales
 
 
 # --- what the numbers are -----------------------------------------------------------------------

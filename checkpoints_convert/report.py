@@ -66,6 +66,23 @@ class Report:
     packed: Mapping[str, Packed] = dataclasses.field(default_factory=dict[str, Packed])
 
     @property
+    def by_output(self) -> set[tuple[str | int, ...]]:
+        """Leaves that are stored in e4m3 with a scale for each output, all tensors of them."""
+        held = {name for name, packed in self.packed.items() if packed.is_by_output}
+        held -= set(self.factors)
+        others = {place.path for place in self.placements if place.name not in held}
+        return {place.path for place in self.placements} - others
+
+    def _taken(self) -> str:
+        """What loading in 8 bits makes of the packed matrices."""
+        leaves = self.by_output
+        taken = {place.name for place in self.placements if place.path in leaves}
+        if not taken:
+            return "rounded to fp8 by output when loaded"
+        others = len(self.packed) - len(taken)
+        return "taken as stored" + (f" but for {others}" if others else "")
+
+    @property
     def is_ok(self) -> bool:
         """Whether the checkpoint can be loaded."""
         return not self.problems
@@ -104,7 +121,7 @@ class Report:
         if self.scheme is not None:
             kept = f"; in 16 bits: {listed(self.scheme.ignored)}" if self.scheme.ignored else ""
             count = f"{len(self.packed)} matrices of {self.scheme.bits} bits"
-            lines.append(f"quantised   {self.scheme.name}, {count}{kept}")
+            lines.append(f"quantised   {self.scheme.name}, {count}, {self._taken()}{kept}")
         if self.adapter is not None:
             law = "rsLoRA, " if self.adapter.is_rslora else ""
             facts = f"{law}r={self.adapter.rank}, alpha={self.adapter.alpha}"

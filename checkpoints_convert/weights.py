@@ -5,15 +5,17 @@ The tree is allocated once, in its final form; `copying` fills it as the report'
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from .copying import Copy, Cut, Keep, KeyPath, Progress, copy_tree
 from .dtypes import STORED, as_dtype, raw
 from .report import Report
-from .rules import Array, ConversionError, Placement, Shape
+from .rules import Array, ConversionError, Placement, Shape, find
+from .scaled import E4M3, Form, Scaled
 from .shards import Stored
 from .tensor_names import table_of
 
@@ -26,6 +28,7 @@ def read_weights(
     progress: Progress | None = None,
     keep: Keep | None = None,
     cut: Cut | None = None,
+    passed: Mapping[KeyPath, Form] | None = None,
 ) -> Any:
     """The parameter tree of an inspected Hugging Face folder, as NumPy arrays.
 
@@ -34,11 +37,13 @@ def read_weights(
         dtype: Type of the leaves; "auto" is the checkpoint's own. Some stay float32.
         progress: Called with bytes read so far and in all, after each piece.
         keep, cut: As of `copy_tree`.
+        passed: Leaves of `report.by_output` that are taken as they are stored, each a `Scaled`.
 
     Raises:
         ConversionError: With every NaN, Inf and overflow found.
     """
     report.require_ok()
+    forms = dict(passed or {})
     problems = [text for packed in report.packed.values() for text in packed.problems()]
     if problems:
         raise ConversionError(report.source, problems)
@@ -59,8 +64,21 @@ def read_weights(
                 place = dataclasses.replace(place, part=part)
             elif first:  # `_has_rows`
                 place = dataclasses.replace(place, start=place.start + first)
-            found.append(_copy(report, place, leaf))
+            form = forms.get(path)
+            view = form.values_of(place.part, leaf) if form else place.part.view(leaf)
+            found.append(_copy(report, place, view))
         return found
+
+    def scaled(path: KeyPath, values: Any) -> Any:
+        form = forms.get(path)
+        if form is None:
+            return values
+        scales = np.empty(form.outputs, np.float32)
+        for place in places[path]:
+            rows = form.scales_of(place.part, scales)
+            stored = report.packed[place.name].scales(place.start, place.shape[0])
+            rows[...] = stored.reshape(rows.shape)
+        return Scaled(values=values, scales=scales, form=form)
 
     def cut_of(path: KeyPath, shape: Shape) -> list[tuple[int, int]] | None:
         """Only what is stored row by row is read in rows."""
@@ -68,10 +86,19 @@ def read_weights(
         is_cut = all(_is_row(place) or _has_rows(place) for place in rows)
         return cut(path, shape) if cut and is_cut else None
 
-    tree, problems = copy_tree(report.shapes_in(target), copies_of, progress, keep, cut_of)
+    shapes = report.shapes_in(target)
+    for path, form in forms.items():
+        *above, last = path
+        find(shapes, above)[last] = jax.ShapeDtypeStruct((*form.outputs, form.depth), E4M3)
+    keeps = keep and (lambda path, leaf: keep(path, scaled(path, leaf)))
+    tree, problems = copy_tree(shapes, copies_of, progress, keeps, cut_of)
     problems += _tied_head(report)
     if problems:
         raise ConversionError(report.source, problems)
+    for path in forms if keep is None else ():
+        *above, last = path
+        parent = find(tree, above)
+        parent[last] = scaled(path, parent[last])
     return tree
 
 
@@ -90,17 +117,19 @@ def _has_rows(place: Placement) -> bool:
     )
 
 
-def _copy(report: Report, place: Placement, leaf: Array) -> Copy:
+def _copy(report: Report, place: Placement, target: Array) -> Copy:
     stored = report.stored[place.name]
-    dtype = STORED[stored.dtype]
+    is_passed = target.dtype == E4M3
+    dtype = E4M3 if is_passed else STORED[stored.dtype]
     before = place.start * math.prod(stored.shape[1:])  # elements of the tensor
-    factors, packed = report.factors.get(place.name), report.packed.get(place.name)
+    factors = report.factors.get(place.name)
+    packed = None if is_passed else report.packed.get(place.name)
     return Copy(
         place.name,
         report.folder / stored.file,
         stored.offset + before * dtype.itemsize,
         dtype,
-        place.part.view(leaf),
+        target,
         factors and (lambda start, count: factors(before + start, count)),
         packed and (lambda start, count: packed.read(before + start, count)),
     )

@@ -5,17 +5,21 @@
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
+import numpy as np
+
 from dllm_jax.convert import converted, export, inspection
-from dllm_jax.convert.copying import Cut, Keep, Progress
+from dllm_jax.convert.copying import Cut, Keep, KeyPath, Progress
 from dllm_jax.convert.dtypes import as_dtype
 from dllm_jax.convert.networks import Networks
 from dllm_jax.convert.placing import placed, require_place
 from dllm_jax.convert.report import Plan, Report, plan
-from dllm_jax.convert.rules import ConversionError
+from dllm_jax.convert.rules import ConversionError, find, tensor_shapes
+from dllm_jax.convert.scaled import Form, Scaled
 from dllm_jax.convert.tokenizer_files import read_json
 from dllm_jax.convert.weights import read_weights
 from dllm_jax.models.architecture import arch_of
@@ -26,7 +30,7 @@ from dllm_jax.models.families import (
     parse_config,
 )
 from dllm_jax.models.family_table import with_d2f_adapter
-from dllm_jax.models.quantization import STORED
+from dllm_jax.models.quantization import STORED, input_axes, quantized
 
 __all__ = [
     "ConversionError",
@@ -78,6 +82,7 @@ def load_params(
     allow_extra: bool = False,
     keep: Keep | None = None,
     cut: Cut | None = None,
+    passes: Callable[[KeyPath], bool] | None = None,
 ) -> tuple[Any, Report]:
     """Read a checkpoint's weights into host memory.
 
@@ -91,6 +96,8 @@ def load_params(
             leaf at a time is in memory.
         cut: Of a leaf's key path and shape, the rows [first, end) in which it is read; `keep` then
             gets an iterator over them, if they are stored row by row. None: the whole leaf.
+        passes: Whether the leaf at a key path, if it is stored in e4m3 with a scale for each
+            output, comes as a `Scaled` of the stored numbers.
 
     Returns:
         The parameter tree, and the report on the checkpoint.
@@ -100,7 +107,20 @@ def load_params(
     """
     report = inspect(src, lora=lora, allow_extra=allow_extra)
     report.require_ok()
-    return _read(report, dtype, progress, keep, cut), report
+    return _read(report, dtype, progress, keep, cut, _forms(report, passes)), report
+
+
+def _forms(report: Report, passes: Callable[[KeyPath], bool] | None) -> dict[KeyPath, Form]:
+    """The leaves that are taken as they are stored."""
+    if passes is None or not report.packed:
+        return {}
+    paths = [path for path in report.by_output if path[-1] in STORED and passes(path)]
+    shapes = report.shapes_in(np.float32)
+    return {path: _form(path, find(shapes, path).shape) for path in paths}
+
+
+def _form(path: KeyPath, shape: tuple[int, ...]) -> Form:
+    return Form(shape=tuple(shape), inputs=input_axes(str(path[-1])))
 
 
 def convert(
@@ -155,19 +175,31 @@ def convert(
     if dry_run:
         return target.absolute()
     with placed(target, Path(src), force=force) as folder:
-        params = _read(report, dtype, progress)
         if quantize is None:
-            converted.save(params, report, folder)
+            converted.save(_read(report, dtype, progress), report, folder)
         else:
-            _save_fp8(params, report, folder, dtype)
+            _save_fp8(report, folder, dtype, progress)
     return target.absolute()
 
 
-def _save_fp8(params: Any, report: Report, folder: Path, dtype: str) -> None:
+def _save_fp8(report: Report, folder: Path, dtype: str, progress: Progress | None) -> None:
+    """Matrices are rounded as by `load`, one leaf after another, and so are the same there."""
+    whole = tensor_shapes(report.placements)
+    others = {place.path for place in report.placements if len(whole[place.name]) != 2}
+
+    def rounded(path: KeyPath, leaf: Any) -> Any:
+        if path[-1] not in STORED or path in others or isinstance(leaf, Scaled):
+            return leaf
+        form = _form(path, leaf.shape)
+        held: Any = quantized(path, jax.device_put(leaf))
+        values = np.ascontiguousarray(np.asarray(held.values)[..., : form.depth])
+        return Scaled(values=values, scales=np.asarray(held.scales), form=form)
+
+    params = _read(report, dtype, progress, rounded, forms=_forms(report, lambda _: True))
     name = report.dtype or "float32" if dtype == "auto" else dtype
     config = {**read_json(report.folder / "config.json"), "torch_dtype": name}
     shapes = report.shapes_in(as_dtype(name))
-    export.write_fp8(params, shapes, folder, report.placements, STORED, str(report.family), config)
+    export.write_fp8(params, shapes, folder, report.placements, str(report.family), config)
     for file in report.tokenizer_files:
         shutil.copyfile(report.folder / file, folder / file)
 
@@ -189,11 +221,12 @@ def _read(
     progress: Progress | None,
     keep: Keep | None = None,
     cut: Cut | None = None,
+    forms: Mapping[KeyPath, Form] | None = None,
 ) -> Any:
     """The weights of an inspected checkpoint without problems."""
     if report.kind == "converted":
         return converted.restore(report, dtype, progress, keep, cut)
-    return read_weights(report, dtype, progress, keep, cut)
+    return read_weights(report, dtype, progress, keep, cut, forms)
 
 
 def export_hf(

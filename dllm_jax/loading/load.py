@@ -16,9 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jax.tree_util import GetAttrKey
 from jaxtyping import Array, Int
 
 from dllm_jax.convert import tokenizer_files
+from dllm_jax.convert.scaled import Scaled
 from dllm_jax.loading import checkpoints
 from dllm_jax.loading.jax_settings import enable_async_dispatch
 from dllm_jax.loading.model import Model, TokenizerSource
@@ -33,7 +35,9 @@ from dllm_jax.models.published import PUBLISHED
 from dllm_jax.models.quantization import (
     QUANTIZATIONS,
     Quantization,
+    as_stored,
     quantized,
+    stored_width,
     trimmed,
     unsupported,
     with_quantized_head,
@@ -200,27 +204,59 @@ def _from_folder(
     if split is not None:
         _require_shareable(model)
         keep, cut = partial(_kept, split, config, is_small), split.rows
-    params, _ = checkpoints.load_params(folder, target, progress, lora=adapter, keep=keep, cut=cut)
+    how = {"keep": keep, "cut": cut, "passes": is_small}
+    params, _ = checkpoints.load_params(folder, target, progress, lora=adapter, **how)
     for note in (*report.notes, *further):
         warnings.warn(f"{source}: {note}", stacklevel=3)
     if split is not None:
         return model.replace(params=params, split=split)
     leaves, tree = jax.tree.flatten_with_path(params)
     del params  # so that each host leaf goes as soon as its copy is made
-    # On a CPU device_put would alias the host buffer, so copy it. `jnp.array` would compile a
-    # program for every shape.
-    keeps = jax.default_backend() == "cpu"
     placed: list[Any] = []
     while leaves:
         path, leaf = leaves.pop(0)
-        leaf = jax.device_put(np.array(leaf) if keeps else leaf)
+        if isinstance(leaf, Scaled):
+            placed.append(_put_stored(path, leaf, config, None))
+            continue
+        leaf = _put(leaf)
         placed.append(jax.block_until_ready(quantized(path, leaf) if is_small(path) else leaf))
     return model.replace(params=jax.tree.unflatten(tree, placed))
+
+
+def _put(leaf: np.ndarray) -> jax.Array:
+    """An array of the host on the default device."""
+    # On a CPU device_put would alias the host buffer, so copy it. `jnp.array` would compile a
+    # program for every shape.
+    return jax.device_put(np.array(leaf) if jax.default_backend() == "cpu" else leaf)
+
+
+def _put_stored(path: tuple[Any, ...], leaf: Scaled, config: Any, split: Split | None) -> Any:
+    """A leaf that is stored in 8 bits, on the device or on those of a split."""
+    name, depth = getattr(path[-1], "key", path[-1]), leaf.form.depth
+    fill = partial(_filled, width=stored_width(name, depth, split))
+    if split is None:
+        values, scales = _put(fill(leaf.values)), _put(leaf.scales)
+    else:
+        of_values, of_scales = ((*path, GetAttrKey(part)) for part in ("values", "scales"))
+        scales = split.put(of_scales, leaf.scales, config)
+        if isinstance(leaf.values, np.ndarray):
+            values = split.put(of_values, fill(leaf.values), config)
+        else:  # `map` lets go of a part before the next is read
+            values = split.put_rows(of_values, map(fill, leaf.values))
+    return jax.block_until_ready(as_stored(name, values, scales, depth, split))
+
+
+def _filled(rows: np.ndarray, width: int) -> np.ndarray:
+    """Rows with zeros behind them."""
+    missing = width - rows.shape[-1]
+    return np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, missing)]) if missing else rows
 
 
 def _kept(
     split: Split, config: Any, is_small: Callable[[Any], bool], path: tuple[Any, ...], leaf: Any
 ) -> Any:
+    if isinstance(leaf, Scaled):
+        return _put_stored(path, leaf, config, split)
     is_whole = isinstance(leaf, np.ndarray)
     leaf = split.put(path, leaf, config) if is_whole else split.put_rows(path, leaf)
     return jax.block_until_ready(quantized(path, leaf, split)) if is_small(path) else leaf

@@ -12,7 +12,7 @@ import jax
 from jaxtyping import Array
 
 from dllm_jax.kernels.expert_ffn.fp8 import Fp8Experts, quantize_experts
-from dllm_jax.kernels.layer.fp8 import Fp8Matrix, quantize_matrix
+from dllm_jax.kernels.layer.fp8 import LINE, Fp8Matrix, quantize_matrix
 from dllm_jax.kernels.token_readout.head import Fp8Head, quantize_head
 from dllm_jax.models.dflash import DFlashConfig
 from dllm_jax.models.sharding import Split, split_axis
@@ -32,6 +32,31 @@ _INPUTS = {
     "condition_down": 1,
 }
 STORED = frozenset({*_INPUTS, "experts_gate_up", "experts_down"})  # all that are
+
+
+def input_axes(name: str) -> tuple[int, ...]:
+    """Axes that a product contracts, of a leaf whose name is in `STORED`."""
+    return tuple(range(_INPUTS[name])) if name in _INPUTS else (1,)
+
+
+def stored_width(name: str, depth: int, split: Split | None = None) -> int:
+    """Numbers of an output in memory: its inputs, and zeros that fill their last line."""
+    is_filled = name not in _INPUTS or _is_filled(name, split)
+    return -(-depth // LINE) * LINE if is_filled and depth > LINE else depth
+
+
+def as_stored(
+    name: str, values: Array, scales: Array, depth: int, split: Split | None = None
+) -> Fp8Matrix | Fp8Experts:
+    """The leaf of this name, whose numbers were stored in 8 bits.
+
+    Args:
+        values: Contracted axis last, `stored_width` long.
+    """
+    if name not in _INPUTS:
+        return Fp8Experts(values, scales, depth)
+    is_longer = stored_width(name, depth, split) > depth
+    return Fp8Matrix(values, scales, depth if is_longer else None)
 
 
 def unsupported(config: Any) -> str | None:
@@ -88,17 +113,26 @@ def with_quantized_head(params: dict[str, Any], split: Split | None = None) -> d
 @functools.partial(jax.jit, static_argnames=("name", "split"))
 def _quantize(w: Array, name: str, split: Split | None) -> Fp8Matrix | Fp8Experts:
     body = quantize_experts
-    shares_inputs = split is not None and name in _INPUTS and split_axis((name,)) == 0
     if name in _INPUTS:
-        how = {"num_inputs": _INPUTS[name], "is_filled": name == "w_down" and not shares_inputs}
+        how = {"num_inputs": _INPUTS[name], "is_filled": _is_filled(name, split)}
         body = functools.partial(quantize_matrix, **how)
     if split is None:
         return body(w)
     result = jax.eval_shape(body, w)
     # Where its inputs are split, an output's largest number is that of all devices.
-    if shares_inputs:
+    if _shares_inputs(name, split):
         body = functools.partial(body, axis=split.axis)
     return _in_parts(body, w, name, split, result)
+
+
+def _is_filled(name: str, split: Split | None) -> bool:
+    """Whether zeros fill the last line of a matrix's outputs."""
+    return name == "w_down" and not _shares_inputs(name, split)
+
+
+def _shares_inputs(name: str, split: Split | None) -> bool:
+    """Whether devices share the inputs of a matrix."""
+    return split is not None and name in _INPUTS and split_axis((name,)) == 0
 
 
 @functools.partial(jax.jit, static_argnames="split")

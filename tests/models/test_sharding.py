@@ -279,15 +279,17 @@ def test_rows_in_8_bits_differ_by_a_last_bit_alone(parts):
     assert float(jnp.mean(differ > 1e-4)) < 0.02
 
 
-@pytest.mark.parametrize("kind", ["published", "with experts", "converted", "in 8 bits"])
+@pytest.mark.parametrize(
+    "kind", ["published", "with experts", "converted", "in 8 bits", "all in 8"]
+)
 def test_a_folder_is_rounded_as_it_is_read_onto_devices(kind, random_folder, tmp_path):
     folder, how = random_folder, {"quantization": "fp8"}
-    if kind == "with experts":
-        folder = write_tiny("llada2", tmp_path / "folder")
+    if kind in ("with experts", "all in 8"):
+        folder = write_tiny("llada2", tmp_path / "experts")
     if kind == "converted":
         folder = convert(random_folder, tmp_path / "folder", "float32")
-    if kind == "in 8 bits":
-        folder, how = convert(random_folder, tmp_path / "folder", quantize="fp8"), {}
+    if kind in ("in 8 bits", "all in 8"):
+        folder, how = convert(folder, tmp_path / "folder", quantize="fp8"), {}
     split = over_devices(2)
     how = {"dtype": "float32", "quantize_head": True, "kv_cache_dtype": "fp8", **how}
     found, wanted = dj.load(folder, mesh=split, **how), dj.load(folder, **how)

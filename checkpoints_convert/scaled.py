@@ -1,0 +1,69 @@
+"""A leaf of a parameter tree in 8 bits, and its place among the axes that it has in 16.
+
+Files hold matrices as [out, in]. In 8 bits a leaf lies so too, the inputs last and as one axis, so
+that what is stored is copied as it is.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .rules import Array, Part, Shape
+
+E4M3: np.dtype[Any] = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Form:
+    """The form that a leaf has in 8 bits.
+
+    Attributes:
+        shape: Of the leaf in 16 bits.
+        inputs: Its axes that a product contracts.
+    """
+
+    shape: Shape
+    inputs: Shape
+
+    @property
+    def depth(self) -> int:
+        """Numbers that share a scale."""
+        return math.prod(self.shape[i] for i in self.inputs)
+
+    @property
+    def outputs(self) -> Shape:
+        """Shape of the scales."""
+        return tuple(self.shape[i] for i in self._outer)
+
+    @property
+    def _outer(self) -> Shape:
+        return tuple(i for i in range(len(self.shape)) if i not in self.inputs)
+
+    def values_of(self, part: Part, values: Array) -> Array:
+        """What a tensor fills of values [*outputs depth], or of some rows of experts; writable."""
+        order = (*self._outer, *self.inputs)
+        first = len(values) if self._outer[0] == 0 else self.shape[0]
+        sizes = (first, *self.shape[1:])
+        whole = values.reshape([sizes[i] for i in order])
+        return part.view(whole.transpose(np.argsort(order)))
+
+    def scales_of(self, part: Part, scales: Array) -> Array:
+        """The same of scales [*outputs]: one for each row of the tensor."""
+        return part.view(np.expand_dims(scales, self.inputs))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scaled:
+    """A leaf as `values * scales[..., None]`.
+
+    Attributes:
+        values: [*outputs depth] in e4m3; an iterator over parts where a leaf is read in rows.
+        scales: [*outputs] in float32.
+    """
+
+    values: Any
+    scales: Array
+    form: Form
