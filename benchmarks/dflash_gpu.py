@@ -244,7 +244,7 @@ class Loop:
     @property
     def costs(self):
         """What its strategy chooses widths by."""
-        return self._before[1].strategy.costs.tolist()
+        return self._before[1].costs.tolist()
 
     def run(self, steps):
         """Seconds of so many steps, and what they leave."""
