@@ -13,7 +13,7 @@ export PIP_COMPILE := 0
 unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+INSTALL := .ci/install $(VENV)
 comma := ,
 SHORT := not slow and not long and not gpu and not network
 LONG := long and not slow and not gpu and not network
@@ -62,7 +62,7 @@ format: setup-dev
 	$(BIN)/ruff check --fix .
 
 gpu: setup-dev
-	$(PIP) install -c constraints.txt -e '.[cuda]'
+	$(INSTALL) -e '.[cuda]'
 	$(BIN)/python -m pytest -q -m gpu $(ARGS)
 
 bench: setup
@@ -84,13 +84,13 @@ $(VENV)/.made:
 	@touch $@
 
 $(VENV)/.runtime$(EXTRAS): $(VENV)/.made pyproject.toml constraints.txt
-	@echo "installing the pinned dependencies into $(VENV) (once; a minute or two)"
-	@$(PIP) install -c constraints.txt -e '.$(if $(EXTRAS),[$(EXTRAS)])'
+	@echo "installing the pinned dependencies into $(VENV) (once)"
+	@$(INSTALL) -e '.$(if $(EXTRAS),[$(EXTRAS)])'
 	@touch $@
 
 $(VENV)/.dev$(EXTRAS): $(VENV)/.made pyproject.toml constraints.txt
-	@echo "installing the pinned development dependencies into $(VENV) (once; a minute or two)"
-	@$(PIP) install -c constraints.txt -e '.[dev$(if $(EXTRAS),$(comma)$(EXTRAS))]'
+	@echo "installing the pinned development dependencies into $(VENV) (once)"
+	@$(INSTALL) -e '.[dev$(if $(EXTRAS),$(comma)$(EXTRAS))]'
 	@touch $@ $(VENV)/.runtime$(EXTRAS)
 
 setup: $(VENV)/.runtime$(EXTRAS)
