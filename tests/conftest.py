@@ -52,6 +52,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ.setdefault("XLA_FLAGS", FAST if "not slow" in marks else UNOPTIMISED)
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        return  # its workers run the tests
+    gc.disable()  # what collection makes, it keeps
 
     import jax
 
@@ -104,6 +107,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     else:
         others = marks.startswith("versions") and path not in tiers.VERSIONS
     return True if others else None
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage again, but not among the tests and modules that stay."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
