@@ -69,9 +69,10 @@ def _described(report: Report, networks: Networks, allow_extra: bool) -> Report:
     shards = read_shards(folder)
     problems += shards.problems
     notes = [*(parsed.notes if parsed else ()), *shards.notes]
+    known = len(problems)
     scheme, packed = _unpack(folder, shards, problems)
     small = quantised(shards.tensors)
-    problems += small
+    problems += small if len(problems) == known else []  # one line is enough
     places: tuple[Placement, ...] = ()
     if param_shapes is not None and (text := _too_many(param_shapes(np.float32), shards.tensors)):
         problems.append(text)
@@ -118,7 +119,7 @@ def _unpack(
         return None, {}
     shards.tensors, packed, wrong = matrices(folder, scheme, shards.tensors)
     problems += wrong
-    if not packed and not wrong:
+    if not packed and not wrong and not shards.problems:
         problems.append(
             f"the config says {scheme.name} but no tensor is named *.{scheme.values} in that form; "
             "download it again"

@@ -28,12 +28,14 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
 }
 _np: Any = np  # `repeat` and `stack` are only partly typed
 _FLOATS = ("BF16", "F16", "F32")
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_MOST_SCALE = float(np.finfo(np.float32).max) / 448  # largest number in e4m3
 _AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # of the nibble that holds a column of eight
 _FP4_GROUP = 16
 # Tensors beside a matrix that only matter to activations or to a cache in fewer bits.
@@ -129,11 +131,17 @@ class Packed:
                 yield f"{name} holds a zero, so its weights are lost; quantise the model again"
             elif scheme.kind in ("float", "fp4") and found.min() < 0:
                 yield f"{name} holds {found.min():.3g}; a scale is positive; download it again"
+            elif scheme.kind == "float" and found.max() > _MOST_SCALE:
+                yield f"{name} holds {found.max():.3g}: its weights overflow; download it again"
+        zeros = "weight_zero_point"
+        if scheme.kind == "float" and zeros in self.parts and self.all(zeros).astype(int).any():
+            yield f"{self.stem}.{zeros} is not zero, which is not supported for fp8"
         for end in ("g_idx", "weight_g_idx"):
             if end in self.parts:
                 found, most = self.all(end), _groups(self)
                 if found.min() < 0 or found.max() >= most:
-                    text = f"{self.stem}.{end} names group {found.max()} of {most}"
+                    wrong = found.min() if found.min() < 0 else found.max()
+                    text = f"{self.stem}.{end} names group {wrong} of {most}"
                     yield f"{text}; download it again"
         if "weight_shape" in self.parts:
             found = tuple(self.all("weight_shape").tolist())
@@ -190,7 +198,7 @@ def read_scheme(folder: Path, config: Mapping[str, Any]) -> Scheme | None:
     if method == "modelopt" or str(method).startswith("modelopt"):
         return _modelopt(said, said.get("ignore", said.get("exclude_modules")))
     readers = {"compressed-tensors": _compressed, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
-    if method not in readers:
+    if not isinstance(method, str) or method not in readers:
         raise ValueError(_refusal(f"quant_method={method!r}", f"use {', '.join(METHODS)}"))
     return readers[method](said)
 
@@ -219,13 +227,13 @@ def _bits(value: Any, allowed: tuple[int, ...]) -> int:
 
 def _compressed(said: Mapping[str, Any]) -> Scheme:
     groups = json_object(said.get("config_groups"))
-    held = [json_object(json_object(group).get("weights")) for group in groups.values()]
-    format = said.get("format")
-    formats = {json_object(group).get("format") or format for group in groups.values()}
-    if len(held) != 1 and (not held or any(one != held[0] for one in held) or len(formats) > 1):
+    weights = [json_object(json_object(group).get("weights")) for group in groups.values()]
+    said_of = [json_object(group).get("format") or said.get("format") for group in groups.values()]
+    held = list(zip(said_of, weights, strict=True))
+    if not held or any(one != held[0] for one in held):
         rule = "all matrices must be stored alike"
         raise ValueError(_refusal(f"{len(held)} config_groups of different weights", rule))
-    format, weights = formats.pop(), held[0]
+    format, weights = held[0]
     name, ignored = f"compressed-tensors {format}", _names(said.get("ignore"))
     strategy, kind = weights.get("strategy"), weights.get("type")
     if format in ("float-quantized", "naive-quantized") and kind == "float":
@@ -455,6 +463,8 @@ def _misshapen(packed: Packed) -> Iterator[str]:
     wanted: dict[str, tuple[tuple[Shape, ...], tuple[str, ...]]] = {scheme.scale: (flat, floats)}
     if scheme.whole is not None:
         wanted[scheme.whole] = (((1,), ()), ("F32",))
+    if scheme.kind == "float":
+        wanted["weight_zero_point"] = (flat, ("F8_E4M3", "I8", *_FLOATS))
     if scheme.kind in ("gptq", "awq"):
         wanted[scheme.scale] = (((groups, outputs),), _FLOATS)
         wanted["qzeros"] = (((groups, -(-outputs // each)),), ("I32",))

@@ -121,6 +121,12 @@ def values(end, kind, change):
     return rewrite
 
 
+def zero_points(tensors):
+    """That are not zero, which no tool writes beside e4m3."""
+    rows = tensors["m.weight"][1][0]
+    tensors["m.weight_zero_point"] = ("I8", (rows, 1), bytes(rows - 1) + b"\x01")
+
+
 def put(value):
     def change(array):
         array[-1] = value
@@ -133,11 +139,15 @@ def put(value):
     [
         ("fp8 channel f32", values("weight_scale", "f4", put(np.nan)), "holds NaN or Inf"),
         ("fp8 channel f32", values("weight_scale", "f4", put(0)), "m.weight_scale holds a zero"),
+        ("fp8 channel f32", values("weight_scale", "f4", put(-1)), "holds -1; a scale is positive"),
+        ("fp8 channel f32", values("weight_scale", "f4", put(1e37)), "its weights overflow"),
+        ("fp8 channel", zero_points, "m.weight_zero_point is not zero"),
         ("fp8 tensor", values("weight_scale", "u2", put(0x7F80)), "m.weight_scale holds NaN or"),
         ("nvfp4", values("weight_global_scale", "f4", put(0)), "weight_global_scale holds a zero"),
         ("nvfp4", values("weight_scale", "u1", put(0x7F)), "m.weight_scale holds NaN or Inf"),
         ("w4a16", values("weight_shape", "i8", put(99)), "says [24, 99] but m.weight_packed holds"),
         ("gptq 8 bits", values("g_idx", "i4", put(4)), "m.g_idx names group 4 of 4"),
+        ("gptq 8 bits", values("g_idx", "i4", put(-2)), "m.g_idx names group -2 of 4"),
         ("awq", values("scales", "f2", put(np.inf)), "m.scales holds NaN or Inf"),
     ],
 )
@@ -155,6 +165,7 @@ GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strat
     ("said", "reported"),
     [
         ({"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes'"),
+        ({"quant_method": ["fp8"]}, "quant_method=['fp8']"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "3 bits"),
         ({"quant_method": "gptq", "bits": 4, "group_size": "x"}, "group_size='x'"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size=0"),
@@ -175,13 +186,16 @@ GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strat
             },
             "group_size=None",
         ),
-        (
-            {
-                "quant_method": "compressed-tensors",
-                "format": "marlin-24",
-                "config_groups": {"a": GROUP},
-            },
-            "format='marlin-24'",
+        *(
+            (
+                {
+                    "quant_method": "compressed-tensors",
+                    "format": format,
+                    "config_groups": {"a": GROUP},
+                },
+                f"format={format!r}",
+            )
+            for format in ("marlin-24", ["x"])
         ),
     ],
 )
@@ -424,6 +438,18 @@ def test_a_folder_that_says_so_without_such_tensors_is_refused(random_folder, tm
     rewrite(to, FP8_DYNAMIC, lambda tensors, names: None)
     (problem,) = inspect(to).problems
     assert "the config says compressed-tensors float-quantized but no tensor" in problem
+
+
+def test_one_cause_is_one_line(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["strategy"] = "token"
+    (folder / "config.json").write_text(json.dumps(config))
+    (problem,) = inspect(folder).problems
+    assert "strategy='token'" in problem
+    (folder / "model.safetensors").write_bytes(b"")
+    problems = inspect(folder).problems
+    assert len(problems) == 2
+    assert any("is empty (0 bytes)" in problem for problem in problems)
 
 
 # --- written here -------------------------------------------------------------------------------
