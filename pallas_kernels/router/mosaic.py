@@ -3,7 +3,9 @@
 1. A tile of up to 64 rows times a part of the depth, on the tensor cores and yet in float32: the
    terms of products of 16 bits are exact. `_multiply` takes normed rows. In `_multiply_scaled` a
    scaled row is the sum of three numbers of 16 bits each; the norm's own factor waits, one number a
-   row. Of many rows a block takes all of the depth, part by part, and some of the experts.
+   row. Of many rows a block takes all of the depth, part by part, and some of the experts. Parts
+   are as deep for any number of rows, and added up in their order, so a row's scores have the same
+   bits among any others.
 2. Four rows, a row to each warp: the parts added, the scores, and the likeliest expert k times.
    `_choose` is that of `route`, `_choose_scaled` that of `choose_experts`.
 """
@@ -26,13 +28,12 @@ from .reference import Rule
 
 _ROWS = 64  # of a product
 _DEPTH = 64  # of a step
-# Rows, and most steps of a part for as many that are normed: more parts take longer to add up.
-_STEPS = ((1024, 2), (float("inf"), 4))
-_PART = 2  # steps of a part of scaled rows, however many rows there are
+_PART = 2  # steps of a part, however many rows there are
 # Rows whose parts are left to the choice; of more, a block adds up all of them. On an H200, both
-# launches, parts left and added up: 1,024 rows 16 and 42 us, 2,048 rows 26 and 42, 4,096 rows 57
-# and 43.
-_MOST_SPLIT = 2048
+# launches, parts left and added up: LLaDA2's 256 rows 10.0 and 11.3 us, 1,024 rows 17.5 and 12.1,
+# 4,096 rows 58 and 26. Of scaled rows 1,024 rows 16 and 42, 2,048 rows 26 and 42, 4,096 rows 57 and
+# 43.
+_MOST_SPLIT_NORMED, _MOST_SPLIT = 256, 2048
 _WIDTH = 64  # experts of such a block
 _AHEAD = 3  # parts that it holds
 _PARTS = 3  # numbers of 16 bits whose sum has the 24 bits of one of 32
@@ -92,27 +93,12 @@ def route(
     names = [name for name, given in (("bias", bias), ("live", live)) if given is not None]
 
     def run(x, router, *given):
-        (T, D), E = x.shape, router.shape[1]
-        rows, steps = math.gcd(T, _ROWS), _steps(T, D)
-        tiles, splits = T // rows, D // _DEPTH // steps
-        parts = hopper.kernel(
-            _multiply,
-            # Rows of a tile that has fewer are written too, and not read.
-            out_type=jax.ShapeDtypeStruct((splits, tiles * _ROWS, E), jnp.float32),
-            grid=(tiles, splits),
-            grid_names=("rows", "split"),
-            kernel_name="router_scores",
-            scratch_types=[
-                _staged(x.dtype, steps, _ROWS, _DEPTH),
-                _staged(x.dtype, steps, _DEPTH, E),
-                plgpu.Barrier(num_barriers=steps, num_arrivals=2),
-            ],
-            interpret=interpret,
-        )(x, router)
+        rows = math.gcd(len(x), _ROWS)
+        parts = _scores(x, router, interpret)
         return _launch_choice(
             functools.partial(_choose, names=names, rows=rows, rule=rule),
             (parts, *given),
-            (T, rule.k),
+            (len(x), rule.k),
             interpret,
         )
 
@@ -123,9 +109,32 @@ def route(
     return run(x, router, *given)
 
 
-def _steps(T: int, D: int) -> int:
-    """Steps of a part for so many rows of such a depth."""
-    return math.gcd(D // _DEPTH, next(steps for rows, steps in _STEPS if rows >= T))
+def _scores(x: Array, router: Array, interpret: Any) -> Array:
+    """Scores of normed rows, in parts of the depth; of a tile's 64 rows the last may be none."""
+    (T, D), E = x.shape, router.shape[1]
+    splits, count, steps, width = _parts(T, D, E, _MOST_SPLIT_NORMED)
+    tiles, ahead = T // math.gcd(T, _ROWS), min(_AHEAD, count)
+    return hopper.kernel(
+        functools.partial(_multiply, count=count),
+        out_type=jax.ShapeDtypeStruct((splits, tiles * _ROWS, E), jnp.float32),
+        grid=(tiles, E // width, splits),
+        grid_names=("rows", "experts", "split"),
+        kernel_name="router_scores",
+        scratch_types=[
+            _staged(x.dtype, ahead, steps, _ROWS, _DEPTH),
+            _staged(x.dtype, ahead, steps, _DEPTH, width),
+            plgpu.Barrier(num_barriers=ahead * steps, num_arrivals=2),
+        ],
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )(x, router)
+
+
+def _parts(T: int, D: int, E: int, most_split: int) -> tuple[int, int, int, int]:
+    """Blocks that share the depth, parts of each, steps of a part, and experts of a block."""
+    steps = math.gcd(D // _DEPTH, _PART)
+    count = D // _DEPTH // steps
+    return (count, 1, steps, E) if most_split >= T else (1, count, steps, min(E, _WIDTH))
 
 
 def _staged(dtype: Any, *shape: int) -> Any:
@@ -147,26 +156,63 @@ def _launch_choice(body: Any, given: Any, shape: tuple[int, int], interpret: Any
     )(*given)
 
 
-def _multiply(x, router, out, rows, weights, loaded):
-    """A tile of rows times some of the depth."""
-    steps, tile, split = rows.shape[0], jax.lax.axis_index("rows"), jax.lax.axis_index("split")
-    count = math.gcd(x.shape[0], _ROWS)
-    for i in range(steps):
-        at = pl.ds(pl.multiple_of((split * steps + i) * _DEPTH, _DEPTH), _DEPTH)
-        source = x.at[pl.ds(pl.multiple_of(tile * count, count), count), at]
-        plgpu.copy_gmem_to_smem(source, rows.at[i, pl.ds(0, count)], loaded.at[i])
-        plgpu.copy_gmem_to_smem(router.at[at], weights.at[i], loaded.at[i])
+def _multiply(x, router, out, rows, weights, loaded, *, count):
+    """A tile of rows times some experts, of `count` parts of the depth."""
+    steps, tile, split = rows.shape[1], jax.lax.axis_index("rows"), jax.lax.axis_index("split")
+    height, width = math.gcd(x.shape[0], _ROWS), weights.shape[-1]
+    here = pl.ds(pl.multiple_of(tile * height, height), height)
+    experts = pl.ds(pl.multiple_of(jax.lax.axis_index("experts") * width, width), width)
 
-    def products(sums):
-        for i in range(steps):
-            plgpu.barrier_wait(loaded.at[i])
-            plgpu.wgmma(sums, rows.at[i], weights.at[i])
-        plgpu.wgmma_wait(0)
-        return sums[...]
+    def copy(i, slot):
+        for j in range(steps):
+            first = ((split * count + i) * steps + j) * _DEPTH
+            at = pl.ds(pl.multiple_of(first, _DEPTH), _DEPTH)
+            target, arrived = rows.at[slot, j, pl.ds(0, height)], loaded.at[slot * steps + j]
+            plgpu.copy_gmem_to_smem(x.at[here, at], target, arrived)
+            plgpu.copy_gmem_to_smem(router.at[at, experts], weights.at[slot, j], arrived)
 
-    shape = (_ROWS, router.shape[1])
-    sums = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-    out[split, pl.ds(pl.multiple_of(tile * _ROWS, _ROWS), _ROWS)] = sums
+    def multiply(sums, slot):
+        for j in range(steps):
+            plgpu.barrier_wait(loaded.at[slot * steps + j])
+            plgpu.wgmma(sums, rows.at[slot, j], weights.at[slot, j])
+
+    total = _sum_of_parts(copy, multiply, rows.shape[0], count, width)
+    out[split, pl.ds(pl.multiple_of(tile * _ROWS, _ROWS), _ROWS), experts] = total
+
+
+def _sum_of_parts(copy, multiply, ahead, count, width):
+    """Products of `count` parts of the depth, each by itself, added up in their order.
+
+    The choice adds up parts that blocks leave it in this order too.
+
+    Args:
+        copy: Asks for a part, for a slot of the ring.
+        multiply: Waits for the part in a slot and adds its product to an accumulator.
+        ahead: Slots of the ring.
+    """
+    number = functools.partial(jnp.asarray, dtype=jnp.int32)
+
+    def step(i):
+        def products(sums):
+            multiply(sums, jax.lax.rem(i, number(ahead)))
+
+            @pl.when((i > 0) & (i - 1 + ahead < count))
+            def _():
+                plgpu.commit_smem()  # all threads are through with the part before this one
+                copy(i - 1 + ahead, jax.lax.rem(i - 1 + ahead, number(ahead)))
+
+            plgpu.wgmma_wait(0)
+            return sums[...]
+
+        sums = plgpu.WGMMAAccumulatorRef((_ROWS, width), jnp.float32)
+        return pl.run_scoped(products, sums)
+
+    for i in range(ahead):
+        copy(number(i), number(i))
+    if count == 1:
+        return step(number(0))
+    total = plgpu.layout_cast(jnp.zeros((_ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
+    return jax.lax.fori_loop(0, count, lambda i, total: total + step(i), total)
 
 
 def _choose(parts, *refs, names, rows, rule):
@@ -264,13 +310,14 @@ def _within_groups(keys, number, rule, across):
             mass + _numbers(jnp.where(count > 1, first, other))
             for mass, first, count, other in zip(masses, firsts, counts, others, strict=True)
         ]
-    better = jnp.zeros_like(number)  # groups in front of an expert's own
+    kept = jnp.full(keys.shape, _LOWEST, jnp.int32)
     for i, mass in enumerate(masses):
-        for j, other in enumerate(masses):
-            if i != j:
-                is_first = (other >= mass) if j < i else (other > mass)
-                better += jnp.where((group == i) & across(is_first), 1, 0)
-    return jnp.where(better < rule.kept_groups, keys, _LOWEST)
+        # Groups in front of this one, counted for a row and not for each of its experts.
+        others = [(other >= mass) if j < i else (other > mass) for j, other in enumerate(masses)]
+        better = [jnp.where(it, 1, 0) for j, it in enumerate(others) if j != i]
+        is_kept = functools.reduce(jnp.add, better) < rule.kept_groups
+        kept = jnp.where(across(is_kept), jnp.where(group == i, keys, kept), kept)
+    return kept
 
 
 @functools.partial(jax.jit, static_argnames=("k", "eps", "interpret"))  # layers lower once
@@ -289,11 +336,7 @@ def choose_experts(
 
     def run(x, scale, router, expert_scale, live):
         (T, D), E = x.shape, router.shape[1]
-        steps = math.gcd(D // _DEPTH, _PART)
-        count, width = D // _DEPTH // steps, min(E, _WIDTH)
-        splits = 1
-        if T <= _MOST_SPLIT:
-            splits, count, width = count, 1, E
+        splits, count, steps, width = _parts(T, D, E, _MOST_SPLIT)
         ahead = min(_AHEAD, count)
         scratch = [
             _staged(x.dtype, ahead, steps, _ROWS, _DEPTH),
@@ -322,23 +365,14 @@ def choose_experts(
 
 
 def _multiply_scaled(x, scale, router, out, rows, weights, scales, *refs, count):
-    """A tile of rows times some experts; the norm's factor of a row is not in it.
-
-    A block adds up `count` parts of the depth in their order, so that scores have the same bits
-    however many of them it takes.
-    """
+    """`_multiply` of scaled rows; the norm's factor of a row is not in it."""
     *held, loaded = refs
     (ahead, steps, _, width), D = weights.shape, x.shape[1]
-    number = functools.partial(jnp.asarray, dtype=jnp.int32)
     row = pl.ds(pl.multiple_of(jax.lax.axis_index("rows") * _ROWS, _ROWS), _ROWS)
     experts = pl.ds(pl.multiple_of(jax.lax.axis_index("experts") * width, width), width)
     split, layout = jax.lax.axis_index("split"), plgpu.Layout.WGMMA
 
-    def slot_of(i):
-        return jax.lax.rem(i, number(ahead))
-
-    def copy(i):
-        slot = slot_of(i)
+    def copy(i, slot):
         for j in range(steps):
             first = ((split * count + i) * steps + j) * _DEPTH
             at = pl.ds(pl.multiple_of(first, _DEPTH), _DEPTH)
@@ -357,35 +391,17 @@ def _multiply_scaled(x, scale, router, out, rows, weights, scales, *refs, count)
             rest -= found[-1].astype(jnp.float32)
         return reversed(found)
 
-    def step(i, total):
-        slot = slot_of(i)
+    def multiply(sums, slot):
         plgpu.barrier_wait(loaded.at[slot])
+        for j in range(steps):
+            for part in parts_of(slot, j):
+                own = part
+                if held:  # the interpreter multiplies what lies in shared memory
+                    (own,) = held
+                    own[...] = part
+                plgpu.wgmma(sums, own, weights.at[slot, j])
 
-        def products(sums):
-            for j in range(steps):
-                for part in parts_of(slot, j):
-                    own = part
-                    if held:  # the interpreter multiplies what lies in shared memory
-                        (own,) = held
-                        own[...] = part
-                    plgpu.wgmma(sums, own, weights.at[slot, j])
-
-            @pl.when((i > 0) & (i - 1 + ahead < count))
-            def _():
-                plgpu.commit_smem()  # all threads are through with the part before this one
-                copy(i - 1 + ahead)
-
-            plgpu.wgmma_wait(0)
-            return sums[...]
-
-        return total + pl.run_scoped(
-            products, plgpu.WGMMAAccumulatorRef((_ROWS, width), jnp.float32)
-        )
-
-    for i in range(ahead):
-        copy(number(i))
-    total = plgpu.layout_cast(jnp.zeros((_ROWS, width), jnp.float32), layout)
-    out[split, row, experts] = jax.lax.fori_loop(0, count, step, total)
+    out[split, row, experts] = _sum_of_parts(copy, multiply, ahead, count, width)
 
 
 def _choose_scaled(parts, x, expert_scale, live, ids, weights, *, eps):

@@ -284,6 +284,15 @@ def test_a_route_of_16_bits_on_the_tensor_cores_is_that_of_float32(name):
 
 
 @needs_mosaic
+def test_a_row_has_the_same_scores_among_few_rows_and_many():
+    """Of many rows a block adds up the parts of the depth; of few, the choice does."""
+    x, weights = normal(6, (1088, 512), (512, 64))
+    few, many = (interpreted(router_mosaic._scores, x[:n], weights) for n in (64, len(x)))
+    assert (len(few), len(many)) == (4, 1)
+    assert np.array_equal(many[0, :64], functools.reduce(np.add, few))
+
+
+@needs_mosaic
 def test_they_lower_to_one_launch_each_and_the_router_to_two(on_hopper):
     heads, cos = real(1, 256, 8, 4, 256), real(1, 256, 128, dtype=jnp.float32)
     turned = functools.partial(turn, eps=EPS, implementation="mosaic")
