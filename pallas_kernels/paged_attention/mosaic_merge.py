@@ -72,7 +72,7 @@ def merged(
             if largest is not None:
                 _store_row(largest, scratch["largest"].at[owner, index], block)
             columns = mean[:, peer * width : (peer + 1) * width]
-            own += columns * (index == peer).astype(jnp.float32)  # which is exact
+            own = jnp.where(jnp.broadcast_to(index == peer, own.shape), columns, own)
 
             @pl.when(index != peer)
             def _(columns=columns, peer=peer, block=block, owner=owner):
