@@ -4,7 +4,8 @@
     /tmp/ct/bin/python tests/golden/check_fp8_folder.py dllm_jax/builtin/tiny-sdar /tmp/tiny-fp8
 
 The environment is that of `make_packed_golden.py`. SDAR's network is Qwen3's, so the class is set
-to that one; the logits of a causal text are compared.
+to that one. Every matrix that the package makes is compared with the numbers of the file times
+their scales, bit for bit, and the logits of a causal text with those of the source.
 """
 
 import json
@@ -14,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 
@@ -28,7 +30,14 @@ def logits(folder, ids):
         model = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32)
         print(type(model.model.layers[0].mlp.down_proj).__name__, model.config.torch_dtype)
         print(getattr(model.config, "quantization_config", "no quantization_config"))
-        return model(ids).logits.float()
+        found = model(ids).logits.float()  # the package widens matrices when they are first used
+        with safe_open(Path(copy) / "model.safetensors", "pt") as file:
+            names = [name for name in file.keys() if f"{name}_scale" in file.keys()]  # noqa: SIM118
+            for name in names:
+                want = file.get_tensor(name).float() * file.get_tensor(f"{name}_scale").float()
+                assert torch.equal(model.get_parameter(name).float(), want), name
+        print(f"{len(names)} matrices are those of the file")
+        return found
 
 
 def main():
