@@ -209,7 +209,8 @@ def main() -> None:
             options = {"xla_gpu_autotune_level": 0, "xla_dump_hlo_as_text": True}
             with tempfile.TemporaryDirectory() as folder:
                 compiled = lowered.compile(options | {"xla_dump_to": folder})
-                (thunks,) = Path(folder).glob("*thunk_sequence_after_thunk_passes.txt")
+                # The list after XLA's passes over it, where they changed something.
+                thunks = max(Path(folder).glob("*.thunk_sequence*.txt"))
                 count, recorded = loops(thunks.read_text("utf-8"))
             compiled_s = time.perf_counter() - began
             text, place = compiled.as_text() or "", args.out / f"{shape}-{work.name.split()[0]}"
