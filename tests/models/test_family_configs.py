@@ -617,7 +617,7 @@ MORE_KEYS = {"rope_parameters", "dllm_jax", "auto_map", "num_local_experts", "cl
 MORE_KEYS |= {"expert_capacity", "quantization_config", "partial_rotary_factor", "layer_types"}
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(st.data(), st.sampled_from(sorted(CONFIGS)))
 def test_any_config_is_read_or_refused(data, family):
     keys = st.sampled_from(sorted({*CONFIGS[family], *MORE_KEYS}))
