@@ -41,8 +41,8 @@ from dllm_jax.models.quantization import Quantization
 from dllm_jax.models.sharding import Split, over_devices
 from dllm_jax.runner import buckets
 from dllm_jax.runner.memory import MemoryPlan
-from dllm_jax.runner.runner import check_process
 from dllm_jax.runner.start import WarmUp, start
+from dllm_jax.runner.worker import check_process
 from dllm_jax.structured import Hole, Template
 
 # A text, token ids, a conversation, or {"prompt": text} and {"prompt_token_ids": ids}.

@@ -1,18 +1,11 @@
-"""The state on the device, and a thread that runs what the host loop dispatches over it.
+"""The state on the device and the programs over it, which the host loop dispatches.
 
-On a GPU a program with a data-dependent loop blocks its caller until the loop ends. So programs run
-in a thread of their own, in the order of dispatch, and the host loop blocks in `fetch` alone.
+They run in a thread of their own (`worker`), and the host loop blocks in `fetch` alone.
 """
 
-import atexit
-import contextlib
 import dataclasses
 import operator
-import os
-import queue
-import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,9 +13,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec, SingleDeviceSharding
+from jax.sharding import PartitionSpec
 
-from dllm_jax.engine.inbox import FORKED
 from dllm_jax.engine.layout import CompileFailure, DeviceFailure, EngineLayout, PassKind, Placement
 from dllm_jax.engine.requests import DraftMetrics
 from dllm_jax.kernels import grammar_path
@@ -36,12 +28,14 @@ from dllm_jax.runner import (
     labels,
     memory,
     packing,
+    places,
     programs,
     timing,
     warmup,
 )
 from dllm_jax.runner.behind import Behind
 from dllm_jax.runner.programs import Call, Programs
+from dllm_jax.runner.worker import Worker
 from dllm_jax.strategies.core import drafting
 from dllm_jax.strategies.core.constraint import Constraint
 from dllm_jax.strategies.core.errors import described
@@ -54,7 +48,6 @@ _REPLAYED += ("decode_bound", "decode_bound_wide", "decode_bound_many")
 _OWN_STATIC = ("knobs", "slot_layout")
 _WEIGHTLESS = ("admit", "restore", "copy_page")
 ADMIT_ROWS = 8  # requests that one program puts into their slots
-PINNED = "pinned_host"  # memory of the host that a GPU writes by itself
 WIDE = 256  # cells of a block from which on a step of one slot has many rows
 
 
@@ -180,7 +173,7 @@ class ModelRunner:
         allocate: bool = True,
     ):
         for network in (model, *aux.values()):
-            _check_placed(network)
+            places.check(network)
         shared = exchange.made(model.split)
         model, *others = (one.replace(exchange=shared) for one in (model, *aux.values()))
         aux = dict(zip(aux, others, strict=True))
@@ -203,8 +196,8 @@ class ModelRunner:
             model=model.replace(params={}, exchange=None), aux={}
         )
         self._leaves = self._programs, jax.tree.leaves(self._programs)
-        self._home = _home(self._programs)
-        self._near = _near(self._home)
+        self._home = places.device_of(self._programs)
+        self._near = places.pinned_of(self._home)
         self._make_state = programs.make_state
         if self._home is not None:
             self._make_state = programs.make_state_at(self._home)
@@ -240,13 +233,7 @@ class ModelRunner:
         # Prefill passes so far, by tokens and pages of a prompt, kind, prompts.
         self.passes: Counter[tuple[int, int, PassKind, int]] = Counter()
         self._absorbs = strategy.absorbs
-        self._tasks: queue.SimpleQueue = queue.SimpleQueue()
-        self._worker = threading.Thread(
-            target=_work, args=(self._tasks,), daemon=True, name="dllm-device"
-        )
-        self._worker.start()
-        _workers[self._worker] = self._tasks
-        weakref.finalize(self, self._tasks.put, None)
+        self._worker = Worker()
         if allocate:
             self.reset()
 
@@ -278,7 +265,7 @@ class ModelRunner:
         """End the worker and free the state, once what was dispatched is done."""
         if self._behind is not None:
             self._behind.close()
-        self._tasks.put(None)
+        self._worker.end()
         if self.leader is not None:
             if self.leader.gone.done():
                 return  # the worker may be inside a program that never ends
@@ -298,9 +285,7 @@ class ModelRunner:
         self._make_state.lower(self._programs, **self._state_sizes()).compile()
 
     def _submit(self, task: Callable[..., Any], *args: Any) -> Future:
-        future: Future = Future()
-        self._tasks.put((future, task, args, self.memory))
-        return future
+        return self._worker.submit(self.memory, task, *args)
 
     def _result(self, future: Future) -> Any:
         """What a future holds; a process that is gone ends the wait with DeviceFailure."""
@@ -956,45 +941,6 @@ def _prefill_key(count: int, size: int, columns: int, kind: PassKind) -> tuple[A
     return ("prefill", count, packing.piece_fields(size).size + columns, size, kind)
 
 
-def _home(of: Programs) -> Any:
-    """The device that everything is committed to; None where several share the model.
-
-    JAX compiles a program again for arguments that are committed where those it was lowered from
-    were not. A program with exported kernels returns committed ones, whatever it was given.
-    """
-    if of.model.split is not None:
-        return None
-    leaves = jax.tree.leaves((of.model.params, [other.params for other in of.aux.values()]))
-    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-    arrays.sort(key=lambda leaf: not leaf.committed)
-    places = (leaf.sharding for leaf in arrays)
-    return next((one for one in places if isinstance(one, SingleDeviceSharding)), None)
-
-
-def _near(home: Any) -> Any:
-    """Memory of the host into which a GPU copies a result behind the program that computes it.
-
-    None where there is none, or where several devices share the model.
-    """
-    if home is None:
-        return None
-    (device,) = home.device_set
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    if device.platform != "gpu" or PINNED not in kinds:
-        return None
-    return SingleDeviceSharding(device, memory_kind=PINNED)
-
-
-def _check_placed(model: Model) -> None:
-    """Refuse weights that every call would move to where its programs expect them."""
-    wrong = [] if model.split is None else model.split.misplaced(model.params)
-    if wrong:
-        raise ValueError(
-            f"{len(wrong)} leaves of {model.source!r} do not lie as its mesh says, the first is "
-            f"{wrong[0]}; place the model again (dj.load(..., mesh=))"
-        )
-
-
 def _pass_on(done: Future, others: Sequence[Future]) -> None:
     """Give what a future holds to others."""
     error = done.exception()
@@ -1003,65 +949,3 @@ def _pass_on(done: Future, others: Sequence[Future]) -> None:
             other.set_exception(error)
         else:
             other.set_result(done.result())
-
-
-_workers: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-_is_forked_from_engine = False
-
-
-def _note_fork() -> None:
-    global _is_forked_from_engine
-    _is_forked_from_engine = _is_forked_from_engine or bool(_workers)
-    _workers.clear()
-
-
-os.register_at_fork(after_in_child=_note_fork)
-
-
-def check_process() -> None:
-    """Raise RuntimeError in a child forked from a process with an engine: it would hang."""
-    if _is_forked_from_engine:
-        raise RuntimeError(FORKED)
-
-
-@atexit.register
-def _end_workers() -> None:
-    """Stop the workers: exiting while one is inside a program aborts the process."""
-    for worker, tasks in list(_workers.items()):
-        tasks.put(None)
-        worker.join()
-
-
-def _is_ready(result: Any) -> bool:
-    """Whether what a program returned has been computed."""
-    # Any: the stubs of JAX lack `is_ready`.
-    arrays: list[Any] = [one for one in jax.tree.leaves(result) if isinstance(one, jax.Array)]
-    return all(array.is_deleted() or array.is_ready() for array in arrays)
-
-
-def _work(tasks: queue.SimpleQueue) -> None:
-    """Run tasks in order until None comes; errors go to their futures."""
-    last = None  # the last result: once it is ready, no program runs
-    while (task := tasks.get()) is not None:
-        future, function, args, plan = task
-        try:
-            # The next result may then lie where this one did, and XLA need not update what it has
-            # recorded of the program.
-            last = None if _is_ready(last) else last
-            result = function(*args)
-            last = result if isinstance(result, (jax.Array, tuple)) else last
-            future.set_result(result)
-            del result
-        except jax.errors.JaxRuntimeError as error:
-            failure = DeviceFailure(memory.explain(str(error), plan))
-            failure.__cause__ = error
-            future.set_exception(failure)
-        except BaseException as error:
-            future.set_exception(error)
-        del task, future, function, args, plan  # they hold the device
-    with contextlib.suppress(RuntimeError):  # failed, or deleted after a failure
-        jax.block_until_ready(last)

@@ -23,7 +23,8 @@ import dllm_jax as dj
 from dllm_jax.engine.requests import SamplingParams
 from dllm_jax.engine.scheduler import DECODE, PREFILL
 from dllm_jax.runner import buckets
-from dllm_jax.runner.runner import PINNED, ModelRunner
+from dllm_jax.runner.places import PINNED
+from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies import AR
 from dllm_jax.strategies.core.protocol import split_knobs
 from dllm_jax.strategies.core.state import ACTIVE, DUMMY, FINISH_REASONS, TO_CACHE, Carry
