@@ -222,6 +222,7 @@ def main():
     parser.add_argument("--commit", default=commit())
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--quantization", choices=["none", "fp8"])
+    parser.add_argument("--quantize-head", action="store_true")
     parser.add_argument("--slots", type=int, nargs="+", default=list(SLOTS))
     parser.add_argument("--parts", nargs="+", default=["few", "alone", "many", "touched"])
     parser.add_argument("--profile", action="store_true", help="of 1 slot, kernel by kernel")
@@ -229,14 +230,15 @@ def main():
     args = parser.parse_args()
     began = time.perf_counter()
     # Before JAX looks for devices, as users do: `dj.load` says who launches what the loops need.
-    model = dj.load(args.model, quantization=args.quantization)
+    rounded = {"quantization": args.quantization, "quantize_head": args.quantize_head}
+    model = dj.load(args.model, **rounded)
     jax.block_until_ready(model.params)
     facts = {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "commit": args.commit,
         "model": args.model,
-        "quantization": args.quantization,
+        "quantization": f"{args.quantization}, head" if args.quantize_head else args.quantization,
         "steps_per_canvas": STEPS,
         "prompt_tokens": args.tokens,
         "seed": "prompts: NumPy's 0; weights: the model's own; requests: 0, 1, ...",

@@ -288,8 +288,10 @@ def _behind(
 
 def head(params: Any, cfg: GemmaConfig) -> Head:
     """What the logits of rows that went through the final norm are products with."""
-    weights = params["embed"]
-    return Head(weights, cap=cfg.logit_cap, embed_scale=_embed_scale(cfg, weights.dtype))
+    table = params["embed"]
+    weights = params.get("lm_head", table)  # its copy in 8 bits, where that was asked for
+    scale = _embed_scale(cfg, table.dtype)
+    return Head(weights, cap=cfg.logit_cap, embed_scale=scale, table=table)
 
 
 unembed = Unembed(head)

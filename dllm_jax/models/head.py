@@ -18,8 +18,9 @@ class Head:
     """Logits that are products with `weights`, times `scale`, then `cap * tanh(logits / cap)`.
 
     Attributes:
-        embed_scale: The embedding of an id is its row of `weights` times this, in their type.
+        embed_scale: The embedding of an id is its row of `embedding` times this, in their type.
             None: the weights are not the embedding's.
+        table: The embedding, where the weights are its copy in 8 bits.
         axis: The axis of a mesh whose devices each have consecutive rows of the weights, zeros
             behind the last; None: one device has all.
     """
@@ -29,11 +30,12 @@ class Head:
     cap: float | None = None
     embed_scale: float | None = None
     axis: str | None = None
+    table: Float[Array, "V D"] | None = None
 
     @property
     def embedding(self) -> Float[Array, "V D"]:
         """The weights where they are the embedding's, which is never in 8 bits."""
-        return cast(Array, self.weights)
+        return cast(Array, self.weights) if self.table is None else self.table
 
     def __call__(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Logits in float32."""

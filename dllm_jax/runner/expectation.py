@@ -1,9 +1,9 @@
 """A draw, its statistics and the expected embedding, all of one law, from one array of logits.
 
 The head's rows are also the embedding's: one product with them gives the logits of some rows, a
-second one of the law the expectation. So few rows at a time have all their logits in memory that
-this is a fixed number of bytes, and so many that both products are bound by operations: the head
-is then read behind them.
+second one of the law the expectation. So few rows at a time have all their logits, or weights, in
+memory that this is a fixed number of bytes, and so many that both products are bound by operations:
+the head is then read behind them.
 """
 
 import functools
@@ -31,6 +31,7 @@ from dllm_jax.strategies.core.sampling import Shard, drawn_law, settled
 from dllm_jax.strategies.core.state import Sampling
 
 ROWS = 512  # at once: 537 MB of logits at 262k ids, which an H200 makes in the time of 3 reads
+KERNEL_ROWS = 1024  # of which a kernel leaves no logits: 537 MB of weights
 
 
 def read_expected(
@@ -63,6 +64,10 @@ def read_expected(
     ids = np.arange(len(head.embedding), dtype=np.int32)
     never = forbidden(ids if shard is None else first_of(len(ids), shard.axis) + ids)
 
+    rows = (hidden, each, keys)
+    is_kernel = shard is None and choose_law(hidden[:ROWS], head.weights) != "xla"
+    at_once = KERNEL_ROWS if is_kernel else ROWS
+
     def heat_of(sampling: Sampling) -> Array:
         return jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
 
@@ -71,7 +76,7 @@ def read_expected(
         heat = heat_of(sampling)
         if shard is None:
             how = {"scale": head.scale, "cap": head.cap, "is_warm": is_warm}
-            read = law_readout(hidden, head.embedding, never, heat, **how)
+            read = law_readout(hidden, head.weights, never, heat, **how)
         else:
             logits = jnp.where(never, -jnp.inf, head(hidden))
             read = _of_part(logits / heat[:, None], head.embedding.dtype, shard)
@@ -86,7 +91,6 @@ def read_expected(
         read = of_law(law, dtype) if shard is None else _of_part(law, dtype, shard)
         return _stats_of(head, read, sampling.temperature > 0, keys, num_top, shard)
 
-    rows = (hidden, each, keys)
     # Top-k and the nucleus pass over the logits again and again, in few rows at a time.
     cut = (each.top_k > 0) | (each.top_p < 1.0)
 
@@ -95,10 +99,10 @@ def read_expected(
         return jax.tree.map(lambda a, b: _by_row(cut, a, b), own, none_cut())
 
     def none_cut(is_warm: bool = False) -> TokenStats:
-        return in_chunks(functools.partial(plain, is_warm=is_warm), rows, ROWS, ROWS)
+        return in_chunks(functools.partial(plain, is_warm=is_warm), rows, at_once, at_once)
 
     any_cut = jnp.any(cut)
-    if shard is not None or choose_law(hidden[:ROWS], head.embedding) == "xla":
+    if not is_kernel:
         return jax.lax.cond(any_cut, some_cut, none_cut)
     any_cold = ~jnp.all(is_warm_row(heat_of(each), head.cap))
     which = jnp.where(any_cut, 2, any_cold.astype(jnp.int32))

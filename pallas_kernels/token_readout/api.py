@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .. import dispatch
 from ..dispatch import BackEnd
+from ..layer import quantize_rows
 from . import mosaic, reference, triton
 from .head import Fp8Head
 from .result import ID_STEP as ID_STEP
@@ -124,7 +125,7 @@ def class_readout(
 
 def law_readout(
     hidden: Float[Array, "R D"],
-    head: Float[Array, "V D"],
+    head: Float[Array, "V D"] | Fp8Head,
     forbidden: Bool[Array, " V"],
     temperature: Float[Array, " R"],
     *,
@@ -136,6 +137,7 @@ def law_readout(
     """The law `softmax(logits / temperature)` of each row, with logits as in `token_readout`.
 
     Args:
+        head: Its rows; in 8 bits, hidden rows are rounded to 8 bits as well.
         temperature: Above 0.
         is_warm: All rows are `mosaic.is_warm_row`, which saves a pass over all weights and changes
             none of them.
@@ -146,17 +148,22 @@ def law_readout(
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
     _check(hidden, head, forbidden)
-    arguments, how = (hidden, head, forbidden, temperature), {"scale": scale, "cap": cap}
-    back_ends = _law_back_ends(hidden, head)
-    return dispatch.run(implementation, back_ends, *arguments, **how, is_warm=is_warm)
+    rows, dtype = hidden, hidden.dtype
+    if isinstance(head, Fp8Head):
+        rows = quantize_rows(hidden)
+    else:
+        dtype = head.dtype
+    arguments, how = (rows, head, forbidden, temperature), {"scale": scale, "cap": cap}
+    how |= {"dtype": dtype, "is_warm": is_warm}
+    return dispatch.run(implementation, _law_back_ends(hidden, head), *arguments, **how)
 
 
-def choose_law(hidden: Array, head: Array) -> Literal["mosaic", "xla"]:
+def choose_law(hidden: Array, head: Array | Fp8Head) -> Literal["mosaic", "xla"]:
     """The name of the back end that `law_readout` runs for such arguments."""
     return dispatch.choose(None, _law_back_ends(hidden, head))
 
 
-def _law_back_ends(hidden: Array, head: Array) -> dict[Literal["mosaic", "xla"], BackEnd]:
+def _law_back_ends(hidden: Array, head: Array | Fp8Head) -> dict[Literal["mosaic", "xla"], BackEnd]:
     # On an H200, DiffusionGemma, with the draws and the expectation, ms, XLA / Mosaic: 256 rows
     # 1.54 / 1.34, 512 at a time 2.86 / 2.55 (benchmarks/results/canvas_parts_h200.json).
     return {

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ..layer.fp8 import Fp8Rows
+
 DTYPE = jnp.float8_e4m3fn
 LARGEST = float(jnp.finfo(DTYPE).max)  # 448
 
@@ -28,8 +30,10 @@ class Fp8Head:
         return len(self.values)
 
 
-def products(hidden: Float[Array, "... D"], head: Float[Array, "V D"] | Fp8Head) -> Array:
-    """`hidden @ head.T`, accumulated in float32."""
+def products(hidden: Float[Array, "... D"] | Fp8Rows, head: Float[Array, "V D"] | Fp8Head) -> Array:
+    """`hidden @ head.T`, accumulated in float32; rows in 8 bits only with such a head."""
+    if isinstance(hidden, Fp8Rows):
+        return products(hidden.values, head) * hidden.scales[..., None]
     rows = head.values if isinstance(head, Fp8Head) else head
     out = jax.lax.dot_general(
         hidden,

@@ -21,7 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from .. import hopper
+from ..layer.fp8 import Fp8Rows
 from ..lowered import lowered_once
+from .head import Fp8Head
 from .result import (
     CODE_STEP,
     ID_STEP,
@@ -38,8 +40,10 @@ from .result import (
 
 _CONSUMERS, _ROWS = 2, 64  # warpgroups that compute, and rows of each
 _TILE_ROWS = _CONSUMERS * _ROWS
-_STEP = 64  # components of a row in a swizzled line
+_LINE = 128  # bytes of a swizzled line
+_STEP = 64  # components of a line in 16 bits
 _ID_MULTIPLE = 8  # of a swizzled tile
+_WEIGHT = jnp.bfloat16
 _CHUNK = 16  # ids that a warpgroup reads off at a time: 8 logits a thread
 _MULTIPROCESSORS = 132
 _STAGES = {256: 4, 192: 5}  # ids of a tile: buffers that there is room for
@@ -106,10 +110,17 @@ def unsupported_classes(num_rows: int, of_slot: int, num_ids: int) -> str | None
     return f"needs a slot's rows in a multiple of {_ROWS}, got {of_slot}"
 
 
-def unsupported_law(hidden: Array, head: Array) -> str | None:
+def unsupported_law(hidden: Array, head: Array | Fp8Head) -> str | None:
     """Why this back end cannot read laws of these arguments here, or None."""
-    if len(head) % SHARE:
-        return f"needs ids in a multiple of {SHARE}, got {len(head)}"
+    V, D = head.shape
+    if V % SHARE:
+        return f"needs ids in a multiple of {SHARE}, got {V}"
+    if hidden.dtype != _WEIGHT:  # float16 does not hold `exp(logit)`
+        return f"needs rows in bfloat16, got {hidden.dtype}"
+    if isinstance(head, Fp8Head):
+        if D % _LINE:
+            return f"needs a width that is a multiple of {_LINE} in 8 bits, got {D}"
+        return unsupported(hidden, jax.eval_shape(lambda: head.values.astype(hidden.dtype)), 0)
     return unsupported(hidden, head, 0)
 
 
@@ -187,13 +198,14 @@ def _finished(whole: Part) -> TokenReadout:
 
 
 def read_law(
-    hidden: Array,
-    head: Array,
+    hidden: Array | Fp8Rows,
+    head: Array | Fp8Head,
     forbidden: Array,
     temperature: Array,
     *,
     scale: float,
     cap: float | None,
+    dtype: Any,
     is_warm: bool = False,
     tiling: Tiling | None = None,
     interpret: Any = None,
@@ -204,15 +216,19 @@ def read_law(
     capped and not divided by a low temperature. Else each tile's are relative to its own peak, and
     brought together by reading and writing all of them once more.
     """
-    row_tiles = -(-len(hidden) // _TILE_ROWS)
+    R, V = len(temperature), len(head)
     if tiling is None:
-        tiling = Tiling(ids=SHARE, shared="rows" if row_tiles % 2 else "head")
-    run = functools.partial(_run, scale=scale, cap=cap, tiling=tiling, interpret=interpret)
+        row_tiles = -(-R // _TILE_ROWS)
+        # No tile of ids may begin early, as the weights of such ids would leave twice.
+        is_row_shared = row_tiles % 2 and V // SHARE % 2 == 0
+        tiling = Tiling(ids=SHARE, shared="rows" if is_row_shared else "head")
+    how = {"scale": scale, "cap": cap, "is_warm": is_warm, "tiling": tiling}
+    run = functools.partial(_run, **how, interpret=interpret)
     given = forbidden.astype(np.int32), _has_forbidden(forbidden, tiling)
     heat = 1.0 / temperature.astype(jnp.float32)
     given = *given, None, heat, None
     parts, found = jax.custom_batching.sequential_vmap(run)(hidden, head, *given)
-    whole, (R, V) = joined(parts), (len(hidden), len(head))
+    whole = joined(parts)
     known = parts.peak > -jnp.inf
     brought = jnp.where(known, jnp.exp(parts.peak - whole.peak[:, None]), 0.0)[:, : V // SHARE]
     is_plain = is_warm_row(temperature, cap)
@@ -224,7 +240,7 @@ def read_law(
         token=whole.token,
         rest=jnp.where(whole.mass > 0, whole.mass - 1, jnp.nan),
         spread=whole.spread,
-        weights=weights.reshape(R, V).astype(head.dtype),
+        weights=weights.reshape(R, V).astype(dtype),
         shares=parts.mass[:, : V // SHARE] * brought,
         unit=jnp.where(is_plain, jnp.exp(-whole.peak), 1.0),
     )
@@ -240,20 +256,38 @@ def _hottest(cap: float | None) -> float:
     return 0.0 if cap is None else _LARGEST / cap
 
 
-@lowered_once(static_argnames=("scale", "cap", "tiling", "interpret"))
+@lowered_once(static_argnames=("scale", "cap", "is_warm", "tiling", "interpret"))
 def _run(
-    hidden, head, forbidden, has_forbidden, penalty, heat, classes, *, scale, cap, tiling, interpret
+    hidden,
+    head,
+    forbidden,
+    has_forbidden,
+    penalty,
+    heat,
+    classes,
+    *,
+    scale,
+    cap,
+    is_warm=False,
+    tiling,
+    interpret,
 ) -> tuple[Part, dict[str, Array]]:
     """One launch: the parts of all tiles.
 
     And, by name: where there is `heat`, weights by tile; where there are classes, what rows say of
     them.
     """
+    row_scales = id_scales = None
+    if isinstance(head, Fp8Head):
+        (hidden, row_scales), (head, id_scales) = (
+            (given.values, given.scales) for given in (hidden, head)
+        )
     (R, D), V, ids = hidden.shape, len(head), tiling.ids
+    deep = _LINE // hidden.dtype.itemsize
     of_rows, of_ids = (2 if tiling.shared == shared else 1 for shared in ("head", "rows"))
     row_tiles = -(-R // _TILE_ROWS // of_rows) * of_rows
     id_tiles = len(has_forbidden)
-    tiling = dataclasses.replace(tiling, stages=min(tiling.stages, D // _STEP))
+    tiling = dataclasses.replace(tiling, stages=min(tiling.stages, D // deep))
 
     def padded(rows, value):
         width = [(0, row_tiles * _TILE_ROWS - R), *[(0, 0)] * (rows.ndim - 1)]
@@ -264,6 +298,8 @@ def _run(
         named["penalty_ids"], named["penalties"] = padded(penalty[0], -1), padded(penalty[1], 0.0)
     if heat is not None:  # what logits are multiplied with
         named["heat"] = padded(heat, 1.0)
+    if row_scales is not None:
+        named["row_scales"], named["id_scales"] = padded(row_scales, 1.0), id_scales
     named["special"] = _special(has_forbidden, named.get("penalty_ids"), V, ids)
     shapes = {
         name: jax.ShapeDtypeStruct(
@@ -272,7 +308,7 @@ def _run(
         for name in Part._fields
     }
     if heat is not None:
-        shapes["weights"] = jax.ShapeDtypeStruct((row_tiles * _TILE_ROWS, V), hidden.dtype)
+        shapes["weights"] = jax.ShapeDtypeStruct((row_tiles * _TILE_ROWS, V), _WEIGHT)
     of_slot = R
     if classes is not None:
         names = "wide_codes", "wide_among", "num_wide", "narrow", "narrow_from", "whole_step"
@@ -282,20 +318,19 @@ def _run(
         shapes["narrow_logit"] = jax.ShapeDtypeStruct((rows, N), jnp.float32)
         shapes["wide"] = jax.ShapeDtypeStruct((M, id_tiles, rows), jnp.float32)
         shapes["wide_token"] = jax.ShapeDtypeStruct((M, id_tiles, rows), jnp.int32)
-    swizzled = (
-        plgpu.TilingTransform((8, _STEP)),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(2 * _STEP),  # pyright: ignore[reportAbstractUsage]
-    )
-    stages, dtype = tiling.stages, hidden.dtype
+    swizzled, stages = hopper.swizzled(deep, hidden.dtype), tiling.stages
     used = {"num_barriers": stages, "num_arrivals": _CONSUMERS}
     scratch = {
-        "rows": plgpu.SMEM((stages, _CONSUMERS, _ROWS, _STEP), dtype, transforms=swizzled),
-        "words": plgpu.SMEM((stages, ids, _STEP), dtype, transforms=swizzled),
+        "rows": plgpu.SMEM((stages, _CONSUMERS, _ROWS, deep), hidden.dtype, transforms=swizzled),
+        "words": plgpu.SMEM((stages, ids, deep), hidden.dtype, transforms=swizzled),
         "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=_CONSUMERS + 1),
         "used": plgpu.Barrier(**used)
         if tiling.shared is None
         else plgpu.ClusterBarrier(collective_axes=("peer",), **used),
     }
+    if heat is not None:  # weights on their way, two pieces a warpgroup
+        piece, swizzled = (_CONSUMERS, 2, _ROWS, _STEP), hopper.swizzled(_STEP, _WEIGHT)
+        scratch["leaving"] = plgpu.SMEM(piece, _WEIGHT, transforms=swizzled)
     tiles = row_tiles * id_tiles // (of_rows * of_ids)  # of a cluster
     workers = min(tiles, tiling.blocks // (of_rows * of_ids))
     cluster = {"peer": 2} if tiling.shared else {}
@@ -306,8 +341,9 @@ def _run(
             dict(zip(named, refs[: ends[0]], strict=True)),
             dict(zip(shapes, refs[ends[0] : ends[1]], strict=True)),
             dict(zip(scratch, refs[ends[1] :], strict=True)),
-            logit_of=functools.partial(_logit, scale=scale, cap=cap),
-            hottest=_hottest(cap),
+            scale=scale,
+            cap=cap,
+            is_warm=is_warm,
             tiling=tiling,
             tiles=(tiles, workers, row_tiles // of_rows),
             of_slot=of_slot,
@@ -365,14 +401,24 @@ def _logit(product: Array, *, scale: float, cap: float | None) -> Array:
     return cap - (2 * cap) / (jnp.exp(logit * (2 / cap)) + 1.0)
 
 
-def _block(given, out, scratch, *, logit_of, hottest, tiling, tiles, of_slot):
+def _power(product: Array, scale: Array | float, heat: Array, cap: float | None) -> Array:
+    """Logits times their rows' heat, as exponents of 2."""
+    shape, heat = product.shape, heat * _LOG2_E
+    if cap is None:
+        return product * scale * _down(heat, shape)
+    most, twice = (_down(heat * (n * cap), shape) for n in (1, 2))
+    return most - twice / (jnp.exp2(product * (scale * (2 * _LOG2_E / cap))) + 1.0)
+
+
+def _block(given, out, scratch, *, scale, cap, is_warm, tiling, tiles, of_slot):
     """One thread block: its tiles one after another."""
     num_tiles, workers, row_groups = tiles
     warpgroup = jax.lax.axis_index("warpgroup")
     worker = jax.lax.axis_index("worker")
     peer = jax.lax.axis_index("peer") if tiling.shared else 0
     V, D = given["head"].shape
-    ids, stages, steps = tiling.ids, tiling.stages, D // _STEP
+    ids, stages, depth = tiling.ids, tiling.stages, scratch["words"].shape[-1]
+    steps = D // depth
     mine = jax.lax.div(num_tiles - worker + (workers - 1), _whole(workers))
 
     def place_of(i):
@@ -403,7 +449,7 @@ def _block(given, out, scratch, *, logit_of, hottest, tiling, tiles, of_slot):
                 plgpu.barrier_wait(scratch["used"].at[slot])
 
             loaded = scratch["loaded"].at[slot]
-            deep = pl.ds(pl.multiple_of(step * _STEP, _STEP), _STEP)
+            deep = pl.ds(pl.multiple_of(step * depth, depth), depth)
             plgpu.copy_gmem_to_smem(
                 given["head"].at[pl.ds(start, ids), deep],
                 scratch["words"].at[slot],
@@ -438,6 +484,10 @@ def _block(given, out, scratch, *, logit_of, hottest, tiling, tiles, of_slot):
             slot = jax.lax.div(row, _whole(of_slot))
             slot = jnp.minimum(slot, len(given["num_wide"]) - 1)  # of rows that fill up a tile
             codes = _codes(given, slot, start, ids)
+        scales = None
+        if "id_scales" in given:
+            by_id = plgpu.Layout.WGMMA.reduce(0)
+            scales = _loaded(given["id_scales"].at[pl.ds(start, ids)], by_id)
         special = given["special"][rows if "penalties" in given else 0, id_tile]
 
         def products(sums):
@@ -457,10 +507,22 @@ def _block(given, out, scratch, *, logit_of, hottest, tiling, tiles, of_slot):
             plgpu.barrier_arrive(scratch["used"].at[slot_of(i * steps + (steps - 1))])
             return sums[...]
 
-        logit = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((_ROWS, ids), jnp.float32))
+        sums = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((_ROWS, ids), jnp.float32))
         place = special, row, start, id_tile * ids
-        logit = _restricted(logit_of(logit), *place, given)
-        part = _part(logit, row, start, out.get("weights"), given.get("heat"), hottest)
+        if "heat" in given:
+            names = ("heat", "row_scales")[: 1 if scales is None else 2]
+            by_row = plgpu.Layout.WGMMA.reduce(1)
+            heat, *of_row = (_loaded(given[name].at[pl.ds(row, _ROWS)], by_row) for name in names)
+            if scales is not None:
+                sums *= jax.lax.broadcast_in_dim(scales, sums.shape, [1])
+            by = _down(of_row[0] * scale, sums.shape) if of_row else scale
+            logit = _restricted(_power(sums, by, heat, cap), *place, given)
+            is_plain = True if is_warm else heat <= _hottest(cap)
+            weights = out["weights"].at[pl.ds(row, _ROWS)]
+            part = _law_part(logit, start, is_plain, weights, scratch["leaving"].at[warpgroup])
+        else:
+            logit = _restricted(_logit(sums, scale=scale, cap=cap), *place, given)
+            part = _part(logit, start)
         for name, values in part._asdict().items():
             out[name][pl.ds(row, _ROWS), id_tile] = values
         if codes is not None:
@@ -471,6 +533,8 @@ def _block(given, out, scratch, *, logit_of, hottest, tiling, tiles, of_slot):
     def _():
         plgpu.set_max_registers(232, action="increase")
         jax.lax.fori_loop(0, mine, compute_tile, None)
+        if "leaving" in scratch:  # the end of the launch waits for the rest
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _restricted(logit, special, row, start, first, given) -> Array:
@@ -478,9 +542,6 @@ def _restricted(logit, special, row, start, first, given) -> Array:
     layout = plgpu.Layout.WGMMA
     by_row, by_id = layout.reduce(1), layout.reduce(0)
     shape = logit.shape
-
-    if "heat" in given:
-        logit *= _down(_loaded(given["heat"].at[pl.ds(row, _ROWS)], by_row), shape)
 
     def restricted(logit):
         token = start + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
@@ -502,40 +563,73 @@ def _down(values, shape):
     return jax.lax.broadcast_in_dim(values, shape, [0])
 
 
-def _part(logit, row, start, weights, heat, hottest) -> Part:
-    """The readout of a warpgroup's tile.
-
-    Args:
-        weights: Where they go; None: nowhere.
-        heat: Of rows; up to the `hottest` one their weights are `exp(logit)`.
-    """
-    layout = plgpu.Layout.WGMMA
-    shape, part_shape = logit.shape, (_ROWS, _CHUNK)
-    chunks = range(shape[1] // _CHUNK)
-    peak = logit.max(axis=1)
-    lift: Any = None
-    if weights is not None:
-        is_plain = _loaded(heat.at[pl.ds(row, _ROWS)], layout.reduce(1)) <= hottest
-        lift = _down(jnp.where(is_plain, jnp.exp2(peak * _LOG2_E), 1.0), part_shape)
-    mass = spread = plgpu.layout_cast(jnp.zeros(part_shape, jnp.float32), layout)
-    token = plgpu.layout_cast(jnp.full(part_shape, shape[1], jnp.int32), layout)
-    for chunk in reversed(chunks):  # the lowest id wins because it is compared last
-        part = logit[:, chunk * _CHUNK : (chunk + 1) * _CHUNK]
-        token = jnp.where(part == _down(peak, part_shape), chunk * _CHUNK, token)
-        below = (part - _down(peak, part_shape)) * _LOG2_E
+def _part(logit, start) -> Part:
+    """The readout of a warpgroup's tile, whose ids begin at `start`."""
+    shape, peak = (_ROWS, _CHUNK), logit.max(axis=1)
+    token, mass, spread = _none(logit.shape[1])
+    for at in reversed(range(0, logit.shape[1], _CHUNK)):  # the lowest id is compared last and wins
+        part = logit[:, at : at + _CHUNK]
+        token = jnp.where(part == _down(peak, shape), at, token)
+        below = (part - _down(peak, shape)) * _LOG2_E
         weight = jnp.exp2(below)
-        if weights is not None:
-            place = pl.ds(pl.multiple_of(start + chunk * _CHUNK, _ID_MULTIPLE), _CHUNK)
-            weights[pl.ds(row, _ROWS), place] = (weight * lift).astype(weights.dtype)
         mass += weight
         spread += weight * below
-    token += plgpu.broadcasted_iota(jnp.int32, part_shape, 1, layout=layout)
+    return _summed(peak, token, start, mass, spread)
+
+
+def _law_part(power, start, is_plain, weights, leaving) -> Part:
+    """The same of a law, whose logits are exponents of 2.
+
+    Args:
+        is_plain: Rows whose weights are not relative to the tile's peak.
+        weights: Where they go, all ids of the warpgroup's rows, by way of `leaving`.
+    """
+    shape, peak = (_ROWS, _CHUNK), power.max(axis=1)
+    lowered = None if is_plain is True else jnp.where(is_plain, 0.0, peak)
+    token, mass, spread = _none(power.shape[1])
+    for i, begin in enumerate(reversed(range(0, power.shape[1], _STEP))):
+        wide = power[:, begin : begin + _STEP]
+        weight = jnp.exp2(wide if lowered is None else wide - _down(lowered, wide.shape))
+        for at in reversed(range(0, _STEP, _CHUNK)):  # the lowest id is compared last and wins
+            part, own = wide[:, at : at + _CHUNK], weight[:, at : at + _CHUNK]
+            token = jnp.where(part == _down(peak, shape), begin + at, token)
+            mass += own
+            spread += own * (part - _down(peak, shape))
+        piece = leaving.at[i % 2]
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # what was in there has left
+        piece[...] = weight.astype(piece.dtype)
+        plgpu.commit_smem()
+        place = pl.ds(pl.multiple_of(start + begin, _STEP), _STEP)
+        plgpu.copy_smem_to_gmem(piece, weights.at[:, place])
+    # The peak's own weight, to the bit: so a sure law's mass is 1.
+    unit = jnp.exp2(peak if lowered is None else peak - lowered)
+    return _summed(peak, token, start, mass, spread, unit)
+
+
+def _none(ids):
+    """A warpgroup's token, mass and spread before its first ids."""
+    layout, shape = plgpu.Layout.WGMMA, (_ROWS, _CHUNK)
+    none = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+    return plgpu.layout_cast(jnp.full(shape, ids, jnp.int32), layout), none, none
+
+
+def _summed(peak, token, start, mass, spread, unit: Any = None) -> Part:
+    """What a thread's places say, brought together.
+
+    Args:
+        unit: What the sums of a law are multiples of, whose peak is an exponent of 2.
+    """
+    layout = plgpu.Layout.WGMMA
+    token += plgpu.broadcasted_iota(jnp.int32, token.shape, 1, layout=layout)
+    mass, spread = mass.sum(axis=1), spread.sum(axis=1) * (1 / _LOG2_E)
     some = peak != _NEVER
+    if unit is not None:
+        peak, mass, spread = peak * (1 / _LOG2_E), mass / unit, spread / unit
     return Part(
         token=token.min(axis=1) + start,
         peak=jnp.where(some, peak, -jnp.inf),
-        mass=jnp.where(some, mass.sum(axis=1), 0.0),
-        spread=jnp.where(some, spread.sum(axis=1) * (1 / _LOG2_E), 0.0),
+        mass=jnp.where(some, mass, 0.0),
+        spread=jnp.where(some, spread, 0.0),
     )
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from ..layer.fp8 import Fp8Rows
 from .head import Fp8Head, products
 from .result import SHARE, IdClasses, IdReadout, LawReadout, Part, TokenReadout, finish
 
@@ -86,20 +87,21 @@ def _of_logits(logits: Array, num_top: int) -> tuple[TokenReadout, Array]:
 
 
 def read_law(
-    hidden: Array,
-    head: Array,
+    hidden: Array | Fp8Rows,
+    head: Array | Fp8Head,
     forbidden: Array,
     temperature: Array,
     *,
     scale: float,
     cap: float | None,
+    dtype: Any,
     is_warm: bool = False,
 ) -> LawReadout:
     """See `api.law_readout`."""
     del is_warm
     logits = _logits(hidden, head, scale, cap)
     logits = jnp.where(forbidden[None, :], -jnp.inf, logits)
-    return of_law(logits / temperature[:, None], head.dtype)
+    return of_law(logits / temperature[:, None], dtype)
 
 
 def of_law(law: Array, dtype: Any, best: tuple[Array, Array] | None = None) -> LawReadout:
@@ -132,6 +134,8 @@ def of_law(law: Array, dtype: Any, best: tuple[Array, Array] | None = None) -> L
     )
 
 
-def _logits(hidden: Array, head: Array | Fp8Head, scale: float, cap: float | None) -> Array:
+def _logits(
+    hidden: Array | Fp8Rows, head: Array | Fp8Head, scale: float, cap: float | None
+) -> Array:
     logits = products(hidden, head) * scale
     return logits if cap is None else cap * jnp.tanh(logits / cap)

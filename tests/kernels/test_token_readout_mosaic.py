@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dllm_jax.kernels.layer import fp8
 from dllm_jax.kernels.token_readout import (
     SHARE,
     api,
@@ -18,8 +19,10 @@ from dllm_jax.kernels.token_readout import (
     choose_with_classes,
     law_readout,
     mosaic,
+    reference,
     token_readout,
 )
+from dllm_jax.kernels.token_readout.head import quantize_head
 from dllm_jax.kernels.token_readout.mosaic import Tiling
 from dllm_jax.models.head import Head
 from dllm_jax.runner import readout
@@ -69,26 +72,31 @@ def test_tiles_in_turn_and_shared_are_exact(rows, ids, width, tiling):
     check(got, want)
 
 
-@pytest.mark.parametrize("rows", [129, slow(200)])
-def test_laws_are_the_references(rows):
+@pytest.mark.parametrize(("rows", "is_small"), [(129, False), slow(200, True)])
+def test_laws_are_the_references(rows, is_small):
     """Ties, forbidden shares, temperatures a row; products of small whole numbers are exact."""
     rng = np.random.default_rng(rows)
-    ids, width = 3 * SHARE, 128
+    ids, width = 3 * SHARE, 256 if is_small else 128
     x, head = (rng.integers(-1, 2, (n, width)).astype(jnp.bfloat16) for n in (rows, ids))
     forbidden = rng.random(ids) < 0.02
     forbidden[SHARE : 2 * SHARE] = True  # a share of which nothing is left
     heat = rng.uniform(0.4, 2, rows).astype(np.float32)
     heat[::7] = 0.3  # of which `exp(logit)` may be too large
     options = {"scale": 0.5, "cap": 30.0}
+    if is_small:
+        x, head = fp8.quantize_rows(jnp.asarray(x)), quantize_head(jnp.asarray(head))
+
+    def law(forbidden, heat, **how):
+        return mosaic.read_law(x, head, forbidden, heat, **how, **options, dtype=jnp.bfloat16)
+
     tiling = Tiling(ids=SHARE, stages=2, shared=None, blocks=1)
-    given = x, head, forbidden, heat
-    got = interpreted(mosaic.read_law, *given, **options, tiling=tiling)
-    read_warm = functools.partial(mosaic.read_law, is_warm=True)
-    warm = interpreted(read_warm, *given, **options, tiling=tiling)
+    got = interpreted(law, forbidden, heat, tiling=tiling)
+    warm = interpreted(law, forbidden, heat, tiling=tiling, is_warm=True)
     is_warm = np.asarray(mosaic.is_warm_row(jnp.asarray(heat), 30.0))
     assert (is_warm == (np.arange(rows) % 7 > 0)).all()
     np.testing.assert_array_equal(*(np.float32(one.weights)[is_warm] for one in (got, warm)))
-    want = law_readout(*map(jnp.asarray, given), **options, implementation="xla")
+    given = map(jnp.asarray, (forbidden, heat))
+    want = reference.read_law(x, head, *given, **options, dtype=jnp.bfloat16)
     np.testing.assert_array_equal(got.token, want.token)
     for name in ("rest", "spread", "shares"):
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=2e-5, atol=1e-6)
@@ -99,10 +107,13 @@ def test_laws_are_the_references(rows):
 
 @pytest.mark.slow
 def test_laws_of_a_published_head_lower(on_hopper):
-    call = functools.partial(mosaic.read_law, scale=1.0, cap=30.0)
+    call = functools.partial(law_readout, scale=1.0, cap=30.0, implementation="mosaic")
     V, D = 262_144, 2816
-    for R in (256, 512):
-        given = real(R, D), real(V, D), real(V, dtype=bool), real(R, dtype=jnp.float32)
+    small = jax.tree.map(
+        lambda leaf: real(*leaf.shape, dtype=leaf.dtype), jax.eval_shape(quantize_head, real(V, D))
+    )
+    for R, head in ((256, real(V, D)), (512, real(V, D)), (512, small)):
+        given = real(R, D), head, real(V, dtype=bool), real(R, dtype=jnp.float32)
         assert lowered(call, *given) == (1, 0)
 
 

@@ -196,13 +196,16 @@ def test_other_quantizations_are_refused(value, text):
 
 
 def test_a_canvas_model_is_rounded_but_for_its_routers_and_scales(tmp_path):
-    model = dj.load(write_canvas(tmp_path / "canvas"), quantization="fp8")
+    how = {"quantization": "fp8", "quantize_head": True}
+    model = dj.load(write_canvas(tmp_path / "canvas"), **how)
     rounded = {
         path[-1].key
         for path, leaf in jax.tree_util.tree_leaves_with_path(model.params, is_leaf=is_quantized)
         if is_quantized(leaf)
     }
-    assert rounded == MATRICES | EXPERTS | {"wqk", "condition_gate_up", "condition_down"}
+    conditions = {"condition_gate_up", "condition_down"}
+    assert rounded == MATRICES | EXPERTS | conditions | {"wqk", "lm_head"}
+    assert is_quantized(model.arch.unembed.head(model.params, model.config).weights)
     strategy = DiffusionGemma(block_size=12, max_denoising_steps=3.0)
     out = dj.generate(model, [[5, 6, 7]], strategy, max_tokens=12, stop_token_ids=())
     assert out.tokens.shape[1] >= 12

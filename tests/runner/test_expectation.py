@@ -6,6 +6,7 @@ top-p act on all of it as NumPy says; and that sure laws have entropy 0, rows th
 have no token, and ids that are forbidden are never drawn or expected.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from dllm_jax.kernels.layer import fp8
+from dllm_jax.kernels.token_readout.head import quantize_head
 from dllm_jax.models.head import Head
 from dllm_jax.runner import expectation
 from dllm_jax.runner.expectation import SHARE, read_expected
@@ -119,6 +122,18 @@ def test_each_row_has_its_own_temperature_and_zero_draws_nothing(head):
     greedy = heats == 0
     np.testing.assert_array_equal(stats.token[greedy], stats.top_ids[greedy, 0])
     assert (np.asarray(stats.token) != np.asarray(stats.top_ids)[:, 0])[~greedy].any()
+
+
+def test_a_head_in_8_bits_says_the_law_and_the_embedding_what_it_expects(head):
+    rows, small = fp8.quantize_rows(HIDDEN), quantize_head(head.weights)
+    stands_for = small.values.astype(jnp.float32) * small.scales[:, None]
+    got = read(dataclasses.replace(head, weights=small, table=head.weights))
+    plain = dataclasses.replace(head, weights=stands_for, table=head.weights)
+    want = read(plain, hidden=rows.values.astype(jnp.float32) * rows.scales[:, None])
+    np.testing.assert_array_equal(got.token, want.token)
+    for name in ("entropy", "confidence", "soft"):
+        np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-4, atol=1e-5)
+    assert np.abs(got.soft - read(head).soft).max() > 1e-3
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(3, None), (None, 0.6), (40, 0.3)])
