@@ -10,6 +10,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from dllm_jax.kernels.layer.fp8 import Fp8Rows
 from dllm_jax.kernels.token_readout.head import Fp8Head, products
 
 
@@ -37,8 +38,8 @@ class Head:
         """The weights where they are the embedding's, which is never in 8 bits."""
         return cast(Array, self.weights) if self.table is None else self.table
 
-    def __call__(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-        """Logits in float32."""
+    def __call__(self, hidden: Float[Array, "... D"] | Fp8Rows) -> Float[Array, "... V"]:
+        """Logits in float32; rows in 8 bits only of such a head."""
         logits = products(hidden, self.weights)
         logits = logits if self.scale == 1.0 else logits * self.scale
         return logits if self.cap is None else self.cap * jnp.tanh(logits / self.cap)

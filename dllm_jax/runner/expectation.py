@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from dllm_jax.kernels.layer import quantize_rows
 from dllm_jax.kernels.token_readout import (
     SHARE,
     LawReadout,
@@ -23,6 +24,7 @@ from dllm_jax.kernels.token_readout import (
     law_readout,
     of_law,
 )
+from dllm_jax.kernels.token_readout.head import Fp8Head
 from dllm_jax.models.head import Head
 from dllm_jax.models.sharding import first_of
 from dllm_jax.runner.readout import ROWS_DRAWN, in_chunks
@@ -68,6 +70,10 @@ def read_expected(
     is_kernel = shard is None and choose_law(hidden[:ROWS], head.weights) != "xla"
     at_once = KERNEL_ROWS if is_kernel else ROWS
 
+    def logits_of(hidden: Array) -> Array:
+        rows = quantize_rows(hidden) if isinstance(head.weights, Fp8Head) else hidden
+        return jnp.where(never, -jnp.inf, head(rows))
+
     def heat_of(sampling: Sampling) -> Array:
         return jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
 
@@ -78,13 +84,13 @@ def read_expected(
             how = {"scale": head.scale, "cap": head.cap, "is_warm": is_warm}
             read = law_readout(hidden, head.weights, never, heat, **how)
         else:
-            logits = jnp.where(never, -jnp.inf, head(hidden))
+            logits = logits_of(hidden)
             read = _of_part(logits / heat[:, None], head.embedding.dtype, shard)
         return _stats_of(head, read, sampling.temperature > 0, keys, num_top, shard)
 
     def narrowed(rows: tuple[Any, ...]) -> TokenStats:
         hidden, sampling, keys = rows
-        logits = jnp.where(never, -jnp.inf, head(hidden))
+        logits = logits_of(hidden)
         how = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
         law = drawn_law(logits, **how, shard=shard)
         dtype = head.embedding.dtype

@@ -124,16 +124,18 @@ def test_each_row_has_its_own_temperature_and_zero_draws_nothing(head):
     assert (np.asarray(stats.token) != np.asarray(stats.top_ids)[:, 0])[~greedy].any()
 
 
-def test_a_head_in_8_bits_says_the_law_and_the_embedding_what_it_expects(head):
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_a_head_in_8_bits_says_the_law_and_the_embedding_what_it_expects(head, top_k):
+    how = sampling(top_k=top_k)
     rows, small = fp8.quantize_rows(HIDDEN), quantize_head(head.weights)
     stands_for = small.values.astype(jnp.float32) * small.scales[:, None]
-    got = read(dataclasses.replace(head, weights=small, table=head.weights))
+    got = read(dataclasses.replace(head, weights=small, table=head.weights), how=how)
     plain = dataclasses.replace(head, weights=stands_for, table=head.weights)
-    want = read(plain, hidden=rows.values.astype(jnp.float32) * rows.scales[:, None])
+    want = read(plain, rows.values.astype(jnp.float32) * rows.scales[:, None], how)
     np.testing.assert_array_equal(got.token, want.token)
     for name in ("entropy", "confidence", "soft"):
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-4, atol=1e-5)
-    assert np.abs(got.soft - read(head).soft).max() > 1e-3
+    assert np.abs(got.soft - read(head, how=how).soft).max() > 1e-3
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(3, None), (None, 0.6), (40, 0.3)])
