@@ -180,7 +180,7 @@ def choose_tiling(num_pairs: int, w_down: Array | Fp8Experts) -> Tiling:
     if rows <= 160:  # most have two warpgroups' rows and some more
         return Tiling(groups=3, gate_up=128, down=128)
     if isinstance(w_down, Fp8Experts):
-        return Tiling(groups=2, gate_up=128 if F % 128 else gated, down=wide)
+        return Tiling(groups=2, gate_up=128, down=128)
     # If rows are spread evenly, one expert of forty has more than two roots above the mean.
     most = rows + 2 * math.sqrt(rows)
     each = most / math.ceil(most / _MOST_ROWS)
