@@ -13,7 +13,7 @@ import fp8_gpu
 
 def test_every_part_is_measured_small_on_a_cpu(tmp_path):
     out = tmp_path / "out.json"
-    forms = "former,fp8,bfloat16"
+    forms = "fp8_rows,fp8,bfloat16"
     words = [sys.executable, fp8_gpu.__file__, "--dry", "--out", str(out), "--forms", forms]
     done = subprocess.run(words, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
