@@ -145,7 +145,9 @@ def _stats_of(
     token, own = best, jnp.ones_like(mass)
     if keys is not None:
         uniform = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys)
-        drawn, drawn_weight = _drawn(read, uniform * mass, shard)
+        # XLA would draw the number of a row again for each of its shares.
+        wanted = jax.lax.optimization_barrier(uniform * mass)
+        drawn, drawn_weight = _drawn(read, wanted, shard)
         token = jnp.where(is_drawn, drawn, best)
         own = jnp.where(is_drawn, drawn_weight, own)
     return settled(
@@ -191,9 +193,13 @@ def _passed(
     until = jnp.cumsum(weight, axis=1)
     some = weight > 0
     passed = some & (until > wanted[:, None])
-    last = weight.shape[1] - 1 - jnp.argmax(some[:, ::-1], axis=1)
-    place = jnp.where(jnp.any(passed, axis=1), jnp.argmax(passed, axis=1), last)
-    place = place.astype(jnp.int32)
+    # In one reduction, the least of: places that pass, then those with a weight, from the last on.
+    N = weight.shape[1]
+    places = jnp.arange(N, dtype=jnp.int32)[None]
+    least = jnp.min(
+        jnp.where(passed, places, jnp.where(some, 2 * N - 1 - places, 2 * N - 1)), axis=1
+    )
+    place = jnp.where(least < N, least, 2 * N - 1 - least)
     return place, wanted - (_at(until, place) - _at(weight, place))
 
 

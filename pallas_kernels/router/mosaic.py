@@ -30,10 +30,10 @@ _ROWS = 64  # of a product
 _DEPTH = 64  # of a step
 _PART = 2  # steps of a part, however many rows there are
 # Rows whose parts are left to the choice; of more, a block adds up all of them. On an H200, both
-# launches, parts left and added up: LLaDA2's 256 rows 10.0 and 11.3 us, 1,024 rows 17.5 and 12.1,
-# 4,096 rows 58 and 26. Of scaled rows 1,024 rows 16 and 42, 2,048 rows 26 and 42, 4,096 rows 57 and
-# 43.
-_MOST_SPLIT_NORMED, _MOST_SPLIT = 256, 2048
+# launches, parts left and added up: LLaDA2's 256 rows 8.6 and 10.7 us, 512 rows 10.5 and 10.9,
+# 1,024 rows 17.5 and 12.1, 4,096 rows 58 and 26. Of scaled rows 1,024 rows 16 and 42, 2,048 rows 26
+# and 42, 4,096 rows 57 and 43.
+_MOST_SPLIT_NORMED, _MOST_SPLIT = 512, 2048
 _WIDTH = 64  # experts of such a block
 _AHEAD = 3  # parts that it holds
 _PARTS = 3  # numbers of 16 bits whose sum has the 24 bits of one of 32

@@ -162,7 +162,13 @@ def settled_run(state: DecodeState) -> Int[Array, " B"]:
     buffer = state.buffer
     B = buffer.tokens.shape[0]
     solid = (buffer.filled & live_cells(state)).reshape(B, -1)
-    return jnp.sum(jnp.cumprod(solid.astype(jnp.int32), axis=1), axis=1)
+    return _run_at_left(solid)
+
+
+def _run_at_left(flags: Bool[Array, "B N"]) -> Int[Array, " B"]:
+    """Number of set flags before the first unset one: one reduction, where XLA's cumprod is two."""
+    N = flags.shape[1]
+    return jnp.min(jnp.where(flags, N, jnp.arange(N, dtype=jnp.int32)[None]), axis=1)
 
 
 def finish_step(
@@ -184,7 +190,7 @@ def finish_step(
     committed = buffer.status == TO_CACHE
     may_leave = complete(state) if ready is None else complete(state) & ready
     done = committed | ((buffer.status == ACTIVE) & may_leave)
-    leading = jnp.cumprod(done.astype(jnp.int32), axis=1).astype(bool)
+    leading = jnp.arange(done.shape[1])[None] < _run_at_left(done)[:, None]
     status = jnp.where(leading, TO_CACHE, buffer.status)
     block_steps = buffer.block_steps + (buffer.status == ACTIVE).astype(jnp.int32)
     settled_len = settled_run(state)

@@ -118,7 +118,10 @@ COMMITTING = [
     *broken(
         "multi_bd",
         "blocks.py",
-        commits_behind_a_hole=("jnp.cumprod(done.astype(jnp.int32), axis=1).astype(bool)", "done"),
+        commits_behind_a_hole=(
+            "jnp.arange(done.shape[1])[None] < _run_at_left(done)[:, None]",
+            "done",
+        ),
         commits_at_once=(
             "commit_len=jnp.sum(committed, axis=1)",
             "commit_len=jnp.sum(status == TO_CACHE, axis=1)",
@@ -128,7 +131,7 @@ COMMITTING = [
             "commit_len=jnp.any(committed, axis=1)",
         ),
         promotes_only_the_first=(
-            "jnp.cumprod(done.astype(jnp.int32), axis=1).astype(bool)",
+            "jnp.arange(done.shape[1])[None] < _run_at_left(done)[:, None]",
             "done & (jnp.arange(done.shape[1]) < 1)[None]",
         ),
         no_promotion_behind_a_commit=(
@@ -159,8 +162,8 @@ FINISHING = [
         "multi_bd",
         "blocks.py",
         holes_are_settled=(
-            "jnp.cumprod(solid.astype(jnp.int32), axis=1)",
-            "solid.astype(jnp.int32)",
+            "_run_at_left(solid)",
+            "jnp.sum(solid, axis=1, dtype=jnp.int32)",
         ),
     ),
     *broken(

@@ -143,11 +143,11 @@ BLOCKS = broken(
     semi_of_itself=(_SEMI, "[jnp.ones_like(semi[:, :1]), semi[:, 1:]]"),
     semi_of_the_first_block=(_SEMI, "[semi[:, :1], semi[:, :-1]]"),
     settles_behind_a_hole=(
-        "jnp.cumprod(solid.astype(jnp.int32), axis=1)",
-        "solid.astype(jnp.int32)",
+        "_run_at_left(solid)",
+        "jnp.sum(solid, axis=1, dtype=jnp.int32)",
     ),
     leaves_behind_an_open_block=(
-        "jnp.cumprod(done.astype(jnp.int32), axis=1).astype(bool)",
+        "jnp.arange(done.shape[1])[None] < _run_at_left(done)[:, None]",
         "done",
     ),
     leaves_unready=("complete(state) & ready", "complete(state)"),
