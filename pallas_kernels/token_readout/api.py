@@ -141,8 +141,9 @@ def law_readout(
         temperature: Above 0.
         is_warm: All rows are `mosaic.is_warm_row`, which saves a pass over all weights and changes
             none of them.
-        implementation: "xla" (any device; writes the logits too), "mosaic" (Hopper, 16-bit, ids in
-            a multiple of `SHARE`), or None for the fastest that supports the arguments.
+        implementation: "xla" (any device; writes the logits too), "mosaic" (Hopper, bfloat16 or a
+            head in 8 bits, ids in a multiple of `SHARE`), or None for the fastest that supports the
+            arguments.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
@@ -165,7 +166,7 @@ def choose_law(hidden: Array, head: Array | Fp8Head) -> Literal["mosaic", "xla"]
 
 def _law_back_ends(hidden: Array, head: Array | Fp8Head) -> dict[Literal["mosaic", "xla"], BackEnd]:
     # On an H200, DiffusionGemma, with the draws and the expectation, ms, XLA / Mosaic: 256 rows
-    # 1.54 / 1.34, 512 at a time 2.86 / 2.55 (benchmarks/results/canvas_parts_h200.json).
+    # 1.54 / 1.18, 1,024 rows 5.71 / 4.30 (canvas_parts_h200.json and law_h200.json).
     return {
         "mosaic": BackEnd(mosaic.read_law, mosaic.unsupported_law(hidden, head)),
         "xla": BackEnd(reference.read_law),

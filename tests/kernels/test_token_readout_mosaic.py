@@ -219,6 +219,10 @@ def test_mosaic_refuses_what_it_cannot_do(monkeypatch):
     hidden, head, forbidden = draw((16, 304, 64))
     with pytest.raises(NotImplementedError, match='"mosaic": needs an NVIDIA GPU of the Hopper'):
         token_readout(hidden, head, forbidden, implementation="mosaic")
+    law = real(8, 96, dtype=jnp.float16), real(2 * SHARE, 96)
+    assert mosaic.unsupported_law(*law) == "needs rows in bfloat16, got float16"
+    small = jax.eval_shape(quantize_head, law[1])
+    assert "multiple of 128 in 8 bits, got 96" in str(mosaic.unsupported_law(law[1], small))
     why = mosaic.unsupported_arguments
     assert "got float32 and bfloat16" in str(why(hidden.astype("float32"), head, 0))
     assert "got D=40, V=304" in str(why(hidden[:, :40], head[:, :40], 0))
