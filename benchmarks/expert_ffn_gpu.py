@@ -155,7 +155,7 @@ def truth(x, ids, weights, w_gate_up, w_down, *, activation="silu"):
     def rounded(rows):
         if not isinstance(w_down, Fp8Experts):
             return rows.astype(jnp.float32)
-        values, scales = quantize(rows)
+        values, scales = quantize(rows, is_rows=True)
         values = jax.lax.optimization_barrier(values)  # XLA leaves casts there and back out
         return values.astype(jnp.float32) * scales[:, None]
 
