@@ -18,7 +18,7 @@ from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.outputs import draft_warning
 from dllm_jax.engine.requests import Request, RequestOutput, StreamEvent
 
-_PACKAGE = os.path.join(os.path.dirname(__file__), "")
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
 FORKED = (
