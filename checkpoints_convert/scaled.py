@@ -14,6 +14,7 @@ import numpy as np
 from .rules import Array, Part, Shape
 
 E4M3: np.dtype[Any] = np.dtype(ml_dtypes.float8_e4m3fn)
+_np: Any = np  # `argsort` and `expand_dims` are only partly typed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,11 +49,11 @@ class Form:
         first = len(values) if self._outer[0] == 0 else self.shape[0]
         sizes = (first, *self.shape[1:])
         whole = values.reshape([sizes[i] for i in order])
-        return part.view(whole.transpose(np.argsort(order)))
+        return part.view(whole.transpose(_np.argsort(order)))
 
     def scales_of(self, part: Part, scales: Array) -> Array:
         """The same of scales [*outputs]: one for each row of the tensor."""
-        return part.view(np.expand_dims(scales, self.inputs))
+        return part.view(_np.expand_dims(scales, self.inputs))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -90,8 +90,11 @@ def read_weights(
     for path, form in forms.items():
         *above, last = path
         find(shapes, above)[last] = jax.ShapeDtypeStruct((*form.outputs, form.depth), E4M3)
-    keeps = keep and (lambda path, leaf: keep(path, scaled(path, leaf)))
-    tree, problems = copy_tree(shapes, copies_of, progress, keeps, cut_of)
+
+    def kept(path: KeyPath, leaf: Any) -> Any:
+        return keep(path, scaled(path, leaf)) if keep else leaf
+
+    tree, problems = copy_tree(shapes, copies_of, progress, keep and kept, cut_of)
     problems += _tied_head(report)
     if problems:
         raise ConversionError(report.source, problems)
