@@ -385,7 +385,7 @@ def test_drawn_rows_are_those_of_one_row_alone():
         assert got.confidence[i] == pytest.approx(float(want.confidence[0]), rel=1e-5)
 
 
-def test_drawn_rows_of_many_slots_take_less_than_a_gigabyte():
+def test_drawn_rows_of_many_slots_take_less_than_a_gibibyte():
     R, V, D, slots = 4096, 151_936, 64, 32
     shape = jax.ShapeDtypeStruct
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), R))
@@ -394,4 +394,4 @@ def test_drawn_rows_of_many_slots_take_less_than_a_gigabyte():
         shape((R, D), jnp.bfloat16), shape((V, D), jnp.bfloat16), *of_slot, keys
     )
     reported = lowered.compile().memory_analysis().temp_size_in_bytes
-    assert 4 * 512 * V < reported < 1e9  # the logits of a chunk and what drawing them takes
+    assert 4 * 512 * V < reported < 2**30  # the logits of a chunk and what drawing them takes
