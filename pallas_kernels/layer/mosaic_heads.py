@@ -23,9 +23,9 @@ _ROWS = 4  # warps of a program
 # global layers 6.6 us to 4.8; its sliding ones, which have as many, a tie with twice of them.
 _PROGRAMS = 512
 _LANES = 32
-# Numbers that a lane loads in front of its first store, which no later load passes. On an H200 256
-# rows of DiffusionGemma's sliding layers take 3.4 us for 3.8 with one head at a time; its global
-# ones, 4,096 rows, 61 for 48 with all nine heads in registers.
+# Numbers that a lane loads before its first store: no load passes a store. On an H200 256 rows of
+# DiffusionGemma's sliding layers take 3.4 us, with one head at a time 3.8. All nine heads of its
+# global layers do not fit into the registers: 4,096 rows take 61 us, with one at a time 48.
 _AT_ONCE = 32
 _MOST_HALF = 256  # components, eight to a lane: one load
 

@@ -141,14 +141,16 @@ def law_readout(
         temperature: Above 0.
         is_warm: All rows are `mosaic.is_warm_row`, which saves a pass over all weights and changes
             none of them.
-        implementation: "xla" (any device; writes the logits too), "mosaic" (Hopper, bfloat16 or a
-            head in 8 bits, ids in a multiple of `SHARE`), or None for the fastest that supports the
-            arguments.
+        implementation: "xla" (any device; writes the logits too), "mosaic" (Hopper, rows in
+            bfloat16, a head alike or in 8 bits, ids in a multiple of `SHARE`), or None for the
+            fastest that supports the arguments.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
     _check(hidden, head, forbidden)
+    if temperature.shape != hidden.shape[:1]:
+        raise ValueError(f"{temperature.shape=} and {hidden.shape=} must be [R] and [R D]")
     rows, dtype = hidden, hidden.dtype
     if isinstance(head, Fp8Head):
         rows = quantize_rows(hidden)

@@ -1,4 +1,4 @@
-"""A head in 8 bits (e4m3): a scale for each id, rows and sums as they are."""
+"""A head in 8 bits (e4m3), a scale for each id; rows as they are or in 8 bits, sums in float32."""
 
 import dataclasses
 import functools

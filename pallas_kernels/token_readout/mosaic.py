@@ -3,7 +3,7 @@
 A tile is 128 rows times some ids. As many blocks of threads as run at once take tiles in turn, the
 tiles of the same ids side by side, so that the head comes from memory once. A block has a warpgroup
 that loads, by TMA through a ring of buffers and ahead of the tile at hand, and two that compute 64
-rows each. What is written is a `Part` a row and tile, which XLA joins.
+rows each. What is written is a `Part` a row and tile, which XLA joins, and of a law its weights.
 
 Two blocks of a cluster load what their tiles share once for both: of even tiles of rows the head,
 else the rows.

@@ -16,7 +16,7 @@ import pytest
 
 from dllm_jax.api import generate
 from dllm_jax.bench.head import has_head
-from dllm_jax.kernels.token_readout import api, choose, mosaic, token_readout, triton
+from dllm_jax.kernels.token_readout import api, choose, law_readout, mosaic, token_readout, triton
 from dllm_jax.kernels.token_readout.head import quantize_head
 from dllm_jax.models.head import Head
 from dllm_jax.runner import readout
@@ -198,6 +198,9 @@ def test_readout_refuses_what_it_cannot_do():
         token_readout(hidden, head, forbidden, implementation="triton")
     with pytest.raises(ValueError, match="implementation='cudnn' is not one of"):
         token_readout(hidden, head, forbidden, implementation="cudnn")  # pyright: ignore[reportArgumentType]
+    for wrong in (jnp.ones(1), jnp.ones((len(hidden), 1))):
+        with pytest.raises(ValueError, match=r"must be \[R\] and \[R D\]"):
+            law_readout(hidden, head, forbidden, wrong)
     with pytest.raises(ValueError, match=r"must be \[R D\], \[V D\] and \[V\]"):
         token_readout(hidden, head[:, :32], forbidden)
     why = triton.unsupported_arguments
