@@ -90,6 +90,8 @@ def step_parts(
     read, used = weights(params, cfg, cells)
     head = cfg.vocab_size * cfg.hidden_size
     head_read = head / 2 if isinstance(model.params.get("lm_head"), Fp8Head) else head
+    # Rows in front of a head in 8 bits are in 8 bits too where an expectation is read.
+    head_used = head_read if expects else head
     experts_read = experts_used = 0.0
     layers = params["layers"]
     widths = [cfg.ffn_size if "w_gate_up" in layer else 0 for layer in layers]
@@ -111,7 +113,7 @@ def step_parts(
         "dense": (read - head_read - experts_read, 2 * (used - head - experts_used) * cells),
         "experts": (experts_read, 2 * experts_used * cells),
         "attention": (moved, attended),
-        "head": (head_read, 2 * head * cells),
+        "head": (head_read, 2 * head_used * cells),
         "expected": (head * expects, 2 * head * cells * expects),
         "activations": (sum(8 * cfg.hidden_size + 4 * width for width in widths) * cells, 0.0),
     }

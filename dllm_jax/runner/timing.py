@@ -175,7 +175,8 @@ def weights(
             hit = 1 - (1 - share) ** cells if touched is None else touched / cfg.num_experts
         size = leaf.values.size / 2 if is_quantized(leaf) else leaf.size
         read += size * hit
-        # Half the bytes; a head is multiplied at the rate of 16 bits, all else at twice that.
+        # Half the bytes; a head is multiplied at the rate of 16 bits (but see
+        # `bench.roofline.step_parts`), all else at twice that.
         used += size * (2 if isinstance(leaf, Fp8Head) else share)
     return read, used
 

@@ -9,6 +9,7 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -20,6 +21,7 @@ from dllm_jax.cli import bench_step, main
 from dllm_jax.models import dense, gemma, moe
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
+from dllm_jax.models.quantization import with_quantized_head
 from dllm_jax.strategies import AR, MultiBD
 from tests.oracles.checkpoints import write_tiny
 
@@ -113,6 +115,16 @@ def test_the_floor_of_a_canvas_is_the_one_of_its_bars(slots, floor):
     assert sum(parts.values()) == pytest.approx(floor, rel=0.02)
     assert parts["expected"] == parts["head"]
     assert roofline.experts_read(model, 256) == pytest.approx(128, abs=1e-4)
+
+
+def test_a_canvas_and_its_head_in_8_bits_are_multiplied_at_twice_the_rate():
+    """And the expectation, from the embedding, is not."""
+    model = published("google/diffusiongemma-26B-A4B-it")
+    work = 16, 1, 256, 1536, True
+    plain = roofline.parts_ms(roofline.step_parts(model, *work), H200)
+    model.params = model.shapes = jax.eval_shape(with_quantized_head, model.params)
+    small = roofline.parts_ms(roofline.step_parts(model, *work), H200)
+    assert small == pytest.approx(plain | {"head": plain["head"] / 2})
 
 
 def test_the_floor_in_turn_counts_experts():
