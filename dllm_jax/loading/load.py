@@ -78,7 +78,8 @@ def load(
             matrices that the folder stores in 4 or 8 bits, and no others.
         mesh: Devices that share the weights: a mesh of one axis, or a `Split` of another one.
         kv_cache_dtype: As in `with_kv_cache`.
-        quantize_head: Round the head to 8 bits as well, a scale for each id; rows stay as they are.
+        quantize_head: Round the head to 8 bits as well, a scale for each id. Rows in front of it
+            stay as they are; DiffusionGemma's, of which it reads a law, are rounded too.
         tokenizer: A folder or a hub id whose tokenizer and chat template are taken in place of
             those of `src`. The ids of its masks and ends stay those of `src`.
 

@@ -21,7 +21,7 @@ class Head:
     Attributes:
         embed_scale: The embedding of an id is its row of `embedding` times this, in their type.
             None: the weights are not the embedding's.
-        table: The embedding, where the weights are its copy in 8 bits.
+        table: The embedding, of which the weights may be a copy in 8 bits. None: it is the weights.
         axis: The axis of a mesh whose devices each have consecutive rows of the weights, zeros
             behind the last; None: one device has all.
     """

@@ -1,7 +1,7 @@
 """Weights in 8 bits: which matrices of a network are stored so, and how they are made.
 
-The embedding, the head, norms, biases and routers keep their type: the head is read once a step and
-decides every token, the others are small.
+The embedding, norms, biases and routers keep their type, and so does the head unless that is asked
+for: it is read once a step and decides every token.
 """
 
 import functools

@@ -49,7 +49,7 @@ def read_expected(
     """Statistics of each row under its sampling with `soft`, leading axis R.
 
     A token is drawn by one uniform number a row: the share of the vocabulary in which the law's
-    running sum passes it, then the id there, by probabilities in the type of the head's weights.
+    running sum passes it, then the id there, by probabilities in the type of the embedding.
 
     Args:
         head: Its weights are the embedding's.
