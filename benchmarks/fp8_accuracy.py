@@ -1,25 +1,31 @@
-"""Accuracy that `builtin:tiny-sdar` loses in 8 bits, weights, cache or both, paired by problem.
+"""Accuracy that a small trained model loses in 8 bits, paired by problem.
 
     python benchmarks/fp8_accuracy.py --problems 2048 --out fp8_accuracy.json
+    python benchmarks/fp8_accuracy.py --model /tmp/canvas/model --family sums --forms fp8,fp8_head \
+        --problems 2048 --temperatures 0,1 --out canvas.json
 
-Both halves of the held-out problems are solved greedily by block diffusion at its default
-threshold, as the model is, with `quantization="fp8"`, with `kv_cache_dtype="fp8"` and with both.
-The file is written after each form of each half. 2,048 problems a half take some 8 minutes of one
-CPU core for each of the four.
+`builtin:tiny-sdar` solves both halves of the held-out problems by block diffusion at its default
+threshold, as the model is and with weights, cache or both in 8 bits. A canvas model, such as
+`dllm-jax train diffusion_gemma` makes, solves one family at its defaults, one canvas at a time. The
+file is written after each form. 2,048 problems a half take some 8 minutes of one CPU core for each
+form of tiny-sdar.
 """
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 
 import dllm_jax as dj
+from dllm_jax.api.strategy import family_strategy
 from dllm_jax.bench.numbers import environment
-from dllm_jax.tasks import evaluate
+from dllm_jax.tasks import evaluate, problems
 
 MODEL = "builtin:tiny-sdar"
 SEED = 5
 FORMS = {
     "fp8": {"quantization": "fp8"},
+    "fp8_head": {"quantization": "fp8", "quantize_head": True},
     "fp8_cache": {"kv_cache_dtype": "fp8"},
     "fp8_both": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
 }
@@ -27,30 +33,40 @@ FORMS = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=MODEL, help="a folder, or builtin:NAME")
     parser.add_argument("--problems", type=int, default=2048, help="of each half")
     parser.add_argument("--halves", default="plain,hard")
-    parser.add_argument("--forms", default=",".join(FORMS), help="weights, cache, both in 8 bits")
+    parser.add_argument("--family", help="problems of this family alone, in place of the halves")
+    parser.add_argument("--temperatures", default="0")
+    parser.add_argument("--forms", default="fp8,fp8_cache,fp8_both", help=f"of {', '.join(FORMS)}")
     parser.add_argument("--dtype", default="auto", help="of the weights that are rounded")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--commit", help="where the checkout has no git")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
+    if unknown := set(args.forms.split(",")) - set(FORMS):
+        parser.error(f"--forms {','.join(sorted(unknown))}: one of {', '.join(FORMS)}")
     kept = {how: FORMS[how] for how in args.forms.split(",")}
-    models = {how: dj.load(MODEL, args.dtype, **settings) for how, settings in kept.items()}
-    plain = dj.load(MODEL, args.dtype)
+    models = {how: dj.load(args.model, args.dtype, **settings) for how, settings in kept.items()}
+    plain = dj.load(args.model, args.dtype)
     strategy = dj.strategies.BlockDiffusion(block_size=32, accept_threshold=0.9)
-    report = {"model": MODEL, "dtype": args.dtype, "seed": SEED, **environment(), "halves": {}}
+    if plain.defaults.strategy == "diffusion_gemma":
+        strategy = family_strategy(plain, "diffusion_gemma", buffer_size=1)
+    halves = [problems.half_of(args.family)] if args.family else args.halves.split(",")
+    report = {"model": args.model, "dtype": args.dtype, "seed": SEED, "family": args.family}
+    report |= {**environment(), "halves": {}}
     report["commit"] = args.commit or report["commit"]
-    for half in args.halves.split(","):
-        problems = evaluate.held_out(half, args.problems, seed=SEED)
-        how = {"batch_size": args.batch_size, "max_tokens": 160}
-        base = evaluate.solve(plain, strategy, problems, **how)
-        found = report["halves"][half] = {"base": evaluate.summarise(base)}
-        for name, model in models.items():
-            solved = evaluate.solve(model, strategy, problems, **how)
-            found[name] = evaluate.summarise(solved)
-            found[f"{name}_to_base"] = evaluate.compare(base, solved)
-            print(half, name, json.dumps(found[f"{name}_to_base"]), flush=True)
+    for half, heat in itertools.product(halves, args.temperatures.split(",")):
+        some = evaluate.held_out(half, args.problems, SEED, args.family)
+        how = {"batch_size": args.batch_size, "max_tokens": 160, "temperature": float(heat)}
+        base = evaluate.solve(plain, strategy, some, **how)
+        name = half if heat == "0" else f"{half} at {heat}"
+        found = report["halves"][name] = {"base": evaluate.summarise(base)}
+        for form, model in models.items():
+            solved = evaluate.solve(model, strategy, some, **how)
+            found[form] = evaluate.summarise(solved)
+            found[f"{form}_to_base"] = evaluate.compare(base, solved)
+            print(name, form, json.dumps(found[f"{form}_to_base"]), flush=True)
             Path(args.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
