@@ -7,9 +7,10 @@ decoded with `multi_bd`, by `dj.generate`'s own loop (`step_time.py` says how a 
 first token written is checked against cache-free logits. Where there are experts, a script sends
 the rows to them (`--routing`, see routing_script.py), because random weights send all to a few. A
 run of its own counts the experts that a layer's rows reach, and the floor is that of these.
-`folder`: SDAR-8B's shapes are written as a Hugging Face folder on the spot and read back, so that
-the files lie in the page cache. Each model runs in a process of its own, so that its peak memory is
-its own, and its programs compile side by side. Prints a line a model and writes JSON.
+`folder`: the tensors of a published config are written as a Hugging Face folder on the spot and
+read back, as plain bytes and as a model, so that the file lies in the page cache. Each model runs
+in a process of its own, so that its peak memory is its own, and its programs compile side by side.
+Prints a line a model and writes JSON.
 
 Several of these scripts may share a device (`XLA_PYTHON_CLIENT_MEM_FRACTION`) with one `--turns`
 file: nothing else of theirs compiles or runs while one of them times.
@@ -21,6 +22,8 @@ import contextlib
 import fcntl
 import functools
 import json
+import math
+import os
 import platform
 import statistics
 import subprocess
@@ -31,13 +34,18 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from routing_script import scripted
 from step_time import BLOCK, FEW, check_readout, loop_of, time_shape
 
 import dllm_jax as dj
 from dllm_jax.bench.roofline import floor_ms
-from dllm_jax.convert import export_hf, load_params
+from dllm_jax.convert.rules import placements, tensor_shapes
+from dllm_jax.convert.tensor_names import table_of
+from dllm_jax.models.architecture import arch_of
+from dllm_jax.models.families import parse_config
 from dllm_jax.models.moe import MoEConfig
+from dllm_jax.models.published import PUBLISHED
 from dllm_jax.strategies import MultiBD
 
 MODELS = (
@@ -49,6 +57,8 @@ MODELS = (
 )
 FOLDER = "random:JetLM/SDAR-8B-Chat"
 CONTEXT = 1024
+THREADS = min(16, os.cpu_count() or 1)  # of the loader
+PIECE = 1 << 23  # bytes
 
 
 def measure_model(name, shapes, context, repeats, scripts, quantization, steps_only, turns):
@@ -174,28 +184,58 @@ def run_prefill(model, context):
 
 
 def measure_folder(name):
-    """Rates at which a folder just written is read: into host memory, and as a model."""
-    model = dj.load(name)
+    """Rates at which a folder just written is read: as plain bytes, and as a model."""
     with tempfile.TemporaryDirectory() as parent:
+        path = write_folder(name, Path(parent))
+        size = path.stat().st_size
         began = time.perf_counter()
-        folder = export_hf(model.params, model.config, Path(parent) / "model")
-        write_s = time.perf_counter() - began
-        del model
-        size = (folder / "model.safetensors").stat().st_size
+        read_plainly(path, size)
+        read_s = time.perf_counter() - began
         began = time.perf_counter()
-        params, _ = load_params(folder)
-        host_s = time.perf_counter() - began
-        del params
-        began = time.perf_counter()
-        jax.block_until_ready(dj.load(folder).params)
+        model = dj.load(parent, "bfloat16")
+        jax.block_until_ready(model.params)
         load_s = time.perf_counter() - began
     return {
         "model": name,
+        "device": jax.devices()[0].device_kind,
         "bytes": size,
-        "write_gb_s": size / write_s / 1e9,
-        "read_gb_s": size / host_s / 1e9,
+        "threads": THREADS,
+        "read_gb_s": size / read_s / 1e9,
         "load_gb_s": size / load_s / 1e9,
+        "load_s_over_read_s": load_s / read_s,
     }
+
+
+def write_folder(name, folder):
+    """The one file of weights: a published config's tensors, in bfloat16, of a few numbers."""
+    published = PUBLISHED[name.removeprefix("random:")]
+    family, config, *_ = parse_config(published, name=name)
+    shapes = arch_of(config).param_shapes(config)
+    header, size = {}, 0
+    for tensor, shape in tensor_shapes(placements(table_of(family).rules_for(), shapes)).items():
+        end = size + 2 * math.prod(shape)
+        header[tensor] = {"dtype": "BF16", "shape": shape, "data_offsets": [size, end]}
+        size = end
+    (folder / "config.json").write_text(json.dumps(published))
+    text = json.dumps(header).encode()
+    numbers = np.random.default_rng(0).normal(0, 0.02, PIECE // 2).astype(jnp.bfloat16).tobytes()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for start in range(0, size, PIECE):
+            file.write(numbers[: size - start])
+    return folder / "model.safetensors"
+
+
+def read_plainly(path, size):
+    """Read a file by as many threads as the loader has, into memory of their own."""
+
+    def read(first):
+        memory = memoryview(bytearray(PIECE))
+        for start in range(first * PIECE, size, THREADS * PIECE):
+            os.preadv(file.fileno(), [memory], start)
+
+    with path.open("rb") as file, concurrent.futures.ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(read, range(THREADS)))
 
 
 def in_own_process(*words):
@@ -210,7 +250,7 @@ def in_own_process(*words):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--folder", default=FOLDER, help="model of the folder, or none")
+    parser.add_argument("--folder", default=FOLDER, help="published config of the folder, or none")
     parser.add_argument("--shapes", default="1x1,1x4,8x1", help="slots x blocks")
     parser.add_argument("--context", type=int, default=CONTEXT)
     parser.add_argument("--repeats", type=int, default=5)
@@ -221,7 +261,7 @@ def main():
     parser.add_argument("--commit")
     parser.add_argument("--out")
     parser.add_argument("--one", help="measure this model in this process, print JSON")
-    parser.add_argument("--one-folder", help="the same of a folder")
+    parser.add_argument("--one-folder", help="the same of a folder with this config")
     args = parser.parse_args()
     shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes.split(",")]
     if args.one:
