@@ -4,17 +4,20 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from .copying import KeyPath
 from .dtypes import STORED, raw
 from .packed import FP8_DYNAMIC
 from .rules import Array, Placement, Shape, find, placements, tensor_shapes
 from .scaled import E4M3, Scaled
 from .tensor_names import table_of
+
+WriteLeaf = Callable[[KeyPath, Any], None]
 
 _SCALE = "_scale"  # behind the name of a matrix
 _ALIGNMENT = 8  # the header's length is a multiple of it, and stored in so many bytes
@@ -37,81 +40,96 @@ def write_folder(
     """
     places = placements(table_of(family).rules_for(), shapes)
     folder.mkdir(parents=True, exist_ok=True)
-    with _replaced(folder / "model.safetensors") as path:
-        _write(path, places, params, shapes)
+    with _replaced(folder / "model.safetensors") as path, _leaves(path, places, shapes) as write:
+        for leaf in dict.fromkeys(place.path for place in places):
+            write(leaf, find(params, leaf))
     with _replaced(folder / "config.json") as path:
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def write_fp8(
-    params: Any,
-    shapes: Any,
+@contextlib.contextmanager
+def fp8_folder(
     folder: Path,
     places: Sequence[Placement],
+    shapes: Any,
+    small: Container[KeyPath],
     family: str,
     config: Mapping[str, Any],
-) -> None:
-    """Write FP8-dynamic of compressed-tensors: e4m3, and a float32 scale for each output.
+) -> Generator[WriteLeaf, None, None]:
+    """Write FP8-dynamic of compressed-tensors, leaf by leaf, in any order.
 
     Args:
-        params: The network's tree, NumPy arrays; leaves in 8 bits are `Scaled`.
-        shapes: Shapes and stored types of the tree in 16 bits.
         folder: An empty one.
-        places: The tensors, under the names of the source.
+        places: The tensors, each of them a matrix where it is in 8 bits.
+        shapes: Shapes and stored types of the tree in 16 bits.
+        small: Leaves in 8 bits, which come as `Scaled`: e4m3, a float32 scale for each output.
         family: Whose head stays, also where it is tied and no tensor of its own.
         config: The entries of the source's `config.json`.
+
+    Yields:
+        Called with the key path of every leaf and the leaf, a NumPy array or `Scaled`.
     """
     two = {name for name, shape in tensor_shapes(places).items() if len(shape) == 2}
-    small = {place.name for place in places if isinstance(find(params, place.path), Scaled)}
-    embeddings = {place.name for place in places if place.path[-1] == "embed"}
-    kept = (two - small - embeddings) | {table_of(family).lm_head}
-    kept = sorted(name.removesuffix(".weight") for name in kept)
-    _write(folder / "model.safetensors", places, params, shapes)
+    two -= {place.name for place in places if place.path in small or place.path[-1] == "embed"}
+    kept = sorted(name.removesuffix(".weight") for name in two | {table_of(family).lm_head})
     entries = {**config, "quantization_config": {**FP8_DYNAMIC, "ignore": kept}}
     text = json.dumps(entries, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
+    with _leaves(folder / "model.safetensors", places, shapes, small) as write:
+        yield write
 
 
-def _write(path: Path, places: Sequence[Placement], params: Any, shapes: Any) -> None:
-    """A safetensors file, tensor by tensor: its own writer would hold all of them twice."""
-    parts: dict[str, list[Placement]] = {}
+@contextlib.contextmanager
+def _leaves(
+    path: Path, places: Sequence[Placement], shapes: Any, small: Container[KeyPath] = ()
+) -> Generator[WriteLeaf, None, None]:
+    """A safetensors file, leaf by leaf: its own writer would hold all tensors."""
+    parts: dict[KeyPath, list[Placement]] = {}
+    kinds: dict[str, np.dtype[Any]] = {}
     for place in places:
-        parts.setdefault(place.name, []).append(place)
-    typed = {**{kind: key for key, kind in STORED.items()}, E4M3: "F8_E4M3"}
+        parts.setdefault(place.path, []).append(place)
+        kinds[place.name] = (
+            E4M3 if place.path in small else np.dtype(find(shapes, place.path).dtype)
+        )
     held: list[tuple[str, Shape, np.dtype[Any]]] = []
     for name, shape in tensor_shapes(places).items():
-        leaf = parts[name][0].path
-        if isinstance(find(params, leaf), Scaled):
-            held += [(name, shape, E4M3), (name + _SCALE, (shape[0], 1), STORED["F32"])]
-        else:
-            held.append((name, shape, np.dtype(find(shapes, leaf).dtype)))
+        held.append((name, shape, kinds[name]))
+        if kinds[name] == E4M3:
+            held.append((name + _SCALE, (shape[0], 1), STORED["F32"]))
     held.sort(key=lambda one: (-one[2].itemsize, one[0]))  # so that all are aligned
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
+    typed = {**{kind: key for key, kind in STORED.items()}, E4M3: "F8_E4M3"}
+    first: dict[str, int] = {}  # byte of each tensor
+    end = 0
     for name, shape, kind in held:
-        end = start + math.prod(shape) * kind.itemsize
-        header[name] = {"dtype": typed[kind], "shape": shape, "data_offsets": [start, end]}
-        start = end
+        first[name], end = end, end + math.prod(shape) * kind.itemsize
+        offsets = [first[name], end]
+        header[name] = {"dtype": typed[kind], "shape": shape, "data_offsets": offsets}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     with path.open("wb") as file:
+
+        def write(leaf: KeyPath, value: Any) -> None:
+            for place in parts[leaf]:
+                for name, part, kind in _tensors(place, value, kinds[place.name]):
+                    found = np.ascontiguousarray(part, kind)
+                    before = place.start * (found.nbytes // place.shape[0])
+                    file.seek(_ALIGNMENT + len(text) + first[name] + before)
+                    file.write(raw(found).data.cast("B"))
+
         file.write(len(text).to_bytes(_ALIGNMENT, "little") + text)
-        for name, shape, kind in held:
-            tensor = np.empty(shape, kind)
-            for place in parts.get(name) or parts[name.removesuffix(_SCALE)]:
-                part = _part(find(params, place.path), place, name not in parts)
-                rows = tensor[place.start : place.start + place.shape[0]]
-                rows.reshape(part.shape)[...] = part
-            file.write(raw(tensor).data.cast("B"))
+        yield write
 
 
-def _part(leaf: Any, place: Placement, is_scale: bool) -> Array:
-    """What a tensor, or its scale, has of a leaf."""
+def _tensors(
+    place: Placement, leaf: Any, kind: np.dtype[Any]
+) -> Iterator[tuple[str, Array, np.dtype[Any]]]:
+    """Name, numbers and type of what a leaf gives a tensor, and its scales."""
     if not isinstance(leaf, Scaled):
-        return place.part.view(np.asarray(leaf))
-    if is_scale:
-        return leaf.form.scales_of(place.part, leaf.scales)
-    return leaf.form.values_of(place.part, leaf.values)
+        yield place.name, place.part.view(np.asarray(leaf)), kind
+        return
+    yield place.name, leaf.form.values_of(place.part, leaf.values), kind
+    yield place.name + _SCALE, leaf.form.scales_of(place.part, leaf.scales), STORED["F32"]
 
 
 @contextlib.contextmanager

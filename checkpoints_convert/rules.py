@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 Index = tuple[Any, ...]
 
 _LAYER = "{i}"
-_EXPERT = "{e}"
+EXPERT = "{e}"
 _SHOWN = 10  # names, or problems, shown of a long list
 
 
@@ -127,14 +127,14 @@ def placements(rules: Sequence[Rule], shapes: Any) -> tuple[Placement, ...]:
         if leaf is None:
             return
         name, whole = rule.pattern.replace(_LAYER, str(layer)), tuple(leaf.shape)
-        if _EXPERT not in rule.pattern:
+        if EXPERT not in rule.pattern:
             shape, start = rule.part.shape(whole), taken.get(name, 0)
             taken[name] = start + shape[0]
             yield Placement(name, path, shape, rule.part, start)
             return
         shape = rule.part.shape(whole[1:])
         for expert in range(whole[0]):
-            yield Placement(name.replace(_EXPERT, str(expert)), path, shape, rule.part.of(expert))
+            yield Placement(name.replace(EXPERT, str(expert)), path, shape, rule.part.of(expert))
 
     def expand_all() -> Iterator[Placement]:
         for rule in rules:
@@ -170,7 +170,7 @@ def numbered(rules: Iterable[Rule], name: str) -> Numbered | None:
 def _regex(pattern: str) -> re.Pattern[str]:
     """A rule's pattern as an expression whose groups `i` and `e` are the numbers."""
     text = re.escape(pattern)
-    for key, group in ((_LAYER, "i"), (_EXPERT, "e")):
+    for key, group in ((_LAYER, "i"), (EXPERT, "e")):
         text = text.replace(re.escape(key), rf"(?P<{group}>\d+)")
     return re.compile(text)
 

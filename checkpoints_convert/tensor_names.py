@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from .rules import Part, Rule, numbered
+from .rules import EXPERT, Part, Rule, numbered
 
 Rules = tuple[Rule, ...]
 Forms = tuple[Rules, ...]
@@ -45,10 +45,18 @@ class Table:
     lm_head: str = "lm_head.weight"
     keys: ConfigKeys = ConfigKeys()
 
-    def rules_for(self, names: Iterable[str] = ()) -> Rules:
-        """The rules of files with tensors of these names; without names, the usual rules."""
+    def rules_for(self, names: Iterable[str] = (), *, single: bool = False) -> Rules:
+        """The rules of files with tensors of these names; without names, the usual rules.
+
+        Args:
+            single: Take the forms that have a tensor for each expert, whatever the names are.
+        """
         held = tuple(names)
-        chosen = [max(forms, key=lambda form: _known(form, held)) for forms in self.choices]
+        chosen: list[Rules] = []
+        for forms in self.choices:
+            each = [form for form in forms if any(EXPERT in rule.pattern for rule in form)]
+            forms = each if single and each else forms
+            chosen.append(max(forms, key=lambda form: _known(form, held)))
         return self.rules + tuple(rule for form in chosen for rule in form)
 
     def every_rule(self) -> Rules:

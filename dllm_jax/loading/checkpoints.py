@@ -18,8 +18,9 @@ from dllm_jax.convert.dtypes import as_dtype
 from dllm_jax.convert.networks import Networks
 from dllm_jax.convert.placing import placed, require_place
 from dllm_jax.convert.report import Plan, Report, plan
-from dllm_jax.convert.rules import ConversionError, find, tensor_shapes
+from dllm_jax.convert.rules import ConversionError, find, placements
 from dllm_jax.convert.scaled import Form, Scaled
+from dllm_jax.convert.tensor_names import table_of
 from dllm_jax.convert.tokenizer_files import read_json
 from dllm_jax.convert.weights import read_weights
 from dllm_jax.models.architecture import arch_of
@@ -184,24 +185,30 @@ def convert(
 
 def _save_fp8(report: Report, folder: Path, dtype: str, progress: Progress | None) -> None:
     """Matrices are rounded as by `load`, one leaf after another, and so are the same there."""
-    whole = tensor_shapes(report.placements)
-    others = {place.path for place in report.placements if len(whole[place.name]) != 2}
-
-    def rounded(path: KeyPath, leaf: Any) -> Any:
-        if path[-1] not in STORED or path in others or isinstance(leaf, Scaled):
-            return leaf
-        form = _form(path, leaf.shape)
-        held: Any = quantized(path, jax.device_put(leaf))
-        values = np.ascontiguousarray(np.asarray(held.values)[..., : form.depth])
-        return Scaled(values=values, scales=np.asarray(held.scales), form=form)
-
-    params = _read(report, dtype, progress, rounded, forms=_forms(report, lambda _: True))
     name = report.dtype or "float32" if dtype == "auto" else dtype
-    config = {**read_json(report.folder / "config.json"), "torch_dtype": name}
     shapes = report.shapes_in(as_dtype(name))
-    export.write_fp8(params, shapes, folder, report.placements, str(report.family), config)
+    family = str(report.family)
+    places = placements(table_of(family).rules_for(report.stored, single=True), shapes)
+    small = {place.path for place in places if place.path[-1] in STORED}
+    config = {**read_json(report.folder / "config.json"), "torch_dtype": name}
+    with export.fp8_folder(folder, places, shapes, small, family, config) as write:
+
+        def keep(path: KeyPath, leaf: Any) -> None:
+            write(path, _rounded(path, leaf) if path in small else leaf)
+
+        _read(report, dtype, progress, keep, forms=_forms(report, lambda _: True))
     for file in report.tokenizer_files:
         shutil.copyfile(report.folder / file, folder / file)
+
+
+def _rounded(path: KeyPath, leaf: Any) -> Scaled:
+    """A leaf in 8 bits, which is as it is stored or is rounded."""
+    if isinstance(leaf, Scaled):
+        return leaf
+    form = _form(path, leaf.shape)
+    held: Any = quantized(path, jax.device_put(leaf))
+    values = np.ascontiguousarray(np.asarray(held.values)[..., : form.depth])
+    return Scaled(values=values, scales=np.asarray(held.scales), form=form)
 
 
 def _require_space(target: Path, size: int) -> None:

@@ -19,6 +19,7 @@ from dllm_jax.convert.packed import matrices, read_scheme
 from dllm_jax.convert.shards import read_shards
 from dllm_jax.loading import load as loading
 from dllm_jax.models.quantization import is_quantized, quantized
+from tests.oracles.canvas_files import write_canvas
 from tests.oracles.checkpoints import write_adapter, write_tiny
 from tests.oracles.packed_files import CASES, GOLDEN, config_of, tensors_of, write_safetensors
 from tests.oracles.tiny_configs import CONFIGS
@@ -455,32 +456,61 @@ def test_one_cause_is_one_line(folder):
 # --- written here -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["sdar", "llada2"])
+def as_written(folder):
+    """Type and axes of every tensor; what is in 8 bits has a scale for each output."""
+    tensors = read_shards(folder).tensors
+    held = {name: (stored.dtype, len(stored.shape)) for name, stored in tensors.items()}
+    small = {name for name, (kind, _) in held.items() if kind == "F8_E4M3"}
+    for name in small:
+        scale = tensors[f"{name}_scale"]
+        assert (scale.dtype, scale.shape) == ("F32", (tensors[name].shape[0], 1))
+    scales = {f"{name}_scale" for name in small}
+    return small, {name: found for name, found in held.items() if name not in small | scales}
+
+
+@pytest.mark.parametrize("family", ["sdar", "llada2", "diffusion_gemma"])
 def test_a_folder_written_in_8_bits_is_what_quantization_makes(family, tmp_path):
     """Bit for bit, dense and experts, where zeros fill the last lines of memory too.
 
+    Experts are written one by one, however the source holds them: DiffusionGemma's are packed.
     transformers reads it with compressed-tensors: golden/check_fp8_folder.py.
     """
-    sizes = {"intermediate_size": 160, "moe_intermediate_size": 136}
-    kept = {name: size for name, size in sizes.items() if name in CONFIGS[family]}
-    source = write_tiny(family, tmp_path / "source", **kept)
+    if family == "diffusion_gemma":
+        source, kept = write_canvas(tmp_path / "source", seed=3), {}
+    else:
+        sizes = {"intermediate_size": 160, "moe_intermediate_size": 136}
+        kept = {name: size for name, size in sizes.items() if name in CONFIGS[family]}
+        source = write_tiny(family, tmp_path / "source", **kept)
     to = convert(source, tmp_path / "eight", "bfloat16", quantize="fp8")
     said = json.loads((to / "config.json").read_text())["quantization_config"]
     assert said["format"] == "float-quantized"
     assert "lm_head" in said["ignore"]
-    assert any(name.endswith("mlp.gate") for name in said["ignore"]) == (family == "llada2")
-    assert not any("embed" in name for name in said["ignore"])
+    routed = family != "sdar"
+    assert any(name.endswith(("mlp.gate", "router.proj")) for name in said["ignore"]) == routed
+    assert not any("embed" in name or "experts." in name for name in said["ignore"])
+    small, others = as_written(to)
+    matrices = {name for name, (_, axes) in others.items() if axes != 1}
+    assert {name.rpartition(".")[0] for name in matrices if "embed" not in name} <= {
+        *said["ignore"]
+    }
+    assert {kind for name, (kind, _) in others.items() if "expert_bias" not in name} == {"BF16"}
+    assert any(".experts.3.up_proj." in name for name in small) == routed
     report = inspect(to)
     assert report.problems == ()
-    assert any(".experts.3." in name for name in report.packed) == (family == "llada2")
+    assert small == set(report.packed)
     assert f"{len(report.packed)} matrices of 8 bits, taken as stored; " in str(report)
     want, found = dj.load(source, "bfloat16", quantization="fp8"), dj.load(to, "bfloat16")
     assert_same(found.params, want.params)
-    assert (found.quantization, found.params["layers"][0]["w_down"].depth) == ("fp8", 160)
-    # Read and written again it stays what it is.
-    again = convert(to, tmp_path / "again", quantize="fp8")
-    (name,) = report.files
-    assert (again / name).read_bytes() == (to / name).read_bytes()
+    assert found.quantization == "fp8"
+    assert found.params["layers"][0]["w_down"].depth == kept.get("intermediate_size")
+    # Read and written again it stays what it is, and so it is from experts in another form.
+    again = [convert(to, tmp_path / "again", quantize="fp8")]
+    if family == "llada2":
+        packed = write_tiny(family, tmp_path / "packed", experts="packed", **kept)
+        again.append(convert(packed, tmp_path / "of_packed", quantize="fp8"))
+    for folder in again:
+        for name in (*report.files, "config.json"):
+            assert (folder / name).read_bytes() == (to / name).read_bytes()
 
 
 def test_what_cannot_be_written_in_8_bits_is_refused(random_folder, tmp_path):
