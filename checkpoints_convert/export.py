@@ -69,9 +69,10 @@ def fp8_folder(
     Yields:
         Called with the key path of every leaf and the leaf, a NumPy array or `Scaled`.
     """
+    table = table_of(family)
     two = {name for name, shape in tensor_shapes(places).items() if len(shape) == 2}
     two -= {place.name for place in places if place.path in small or place.path[-1] == "embed"}
-    kept = sorted(name.removesuffix(".weight") for name in two | {table_of(family).lm_head})
+    kept = sorted(name.removesuffix(".weight") for name in two | {table.lm_head, *table.kept})
     entries = {**config, "quantization_config": {**FP8_DYNAMIC, "ignore": kept}}
     text = json.dumps(entries, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")

@@ -34,6 +34,8 @@ class Table:
         rules: The rules that every checkpoint follows.
         choices: Alternatives, the usual one first; a checkpoint follows one of each.
         ignored: Names of tensors that are left out, with a note.
+        kept: Modules of the published class that stay in 16 bits without a tensor of their own, as
+            compressed-tensors spells them.
         embed: Name of the embedding.
         lm_head: Name of the head. A tied model may hold it as a copy of the embedding.
     """
@@ -41,6 +43,7 @@ class Table:
     rules: Rules
     choices: tuple[Forms, ...] = ()
     ignored: re.Pattern[str] | None = None
+    kept: tuple[str, ...] = ()
     embed: str = "model.embed_tokens.weight"
     lm_head: str = "lm_head.weight"
     keys: ConfigKeys = ConfigKeys()
@@ -321,6 +324,7 @@ _GEMMA = Table(
     ignored=re.compile(
         r"model\.encoder\.(vision_tower|embed_vision)\..*|.*embed_vision\.embedding\..*"
     ),
+    kept=(r"re:model\.encoder\..*\.router\.proj", r"re:model\.encoder\..*vision.*"),
     embed=_DECODER + "embed_tokens.weight",
 )
 
