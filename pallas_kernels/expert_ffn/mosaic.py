@@ -676,11 +676,28 @@ def _product(
     row_copies = -(-most_rows // _MOST_LOADED)
     line = depth if scales else math.gcd(depth, width)
     transforms = swizzled(line, kind)
-    scratch = {
+    # Zeros fill the last line of experts; what holds them is not loaded.
+    short = w.shape[1] % depth if scales else 0
+    rings = {
         "rows": plgpu.SMEM((stages, most_rows, depth), kind, transforms=transforms),
         "weights": plgpu.SMEM(
             (stages, *tile), kind, transforms=swizzled(line, kind, parts=len(tile) - 1)
         ),
+    }
+    if short:  # in the same memory, of which it takes a part
+        lasts = {
+            f"last_{name}": plgpu.SMEM(
+                (stages, lines * depth // short, short), kind, transforms=swizzled(short, kind)
+            )
+            for name, lines in (("rows", most_rows), ("weights", columns))
+        }
+        if interpret is None:
+            pairs = zip(rings, rings.values(), lasts.values(), strict=True)
+            rings = {name: plgpu.RefUnion(ring, last) for name, ring, last in pairs}
+        else:  # which takes neither of two for the other
+            rings |= lasts
+    scratch = {
+        **rings,
         "out": plgpu.SMEM(staged, dtype, transforms=swizzled(staged[2], dtype)),
         "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=weight_copies + row_copies),
         "used": plgpu.Barrier(num_barriers=stages, num_arrivals=tiling.groups),
@@ -700,6 +717,8 @@ def _product(
             groups=tiling.groups,
             width=width,
             parts=parts,
+            depth=depth,
+            short=short,
             gate_turn=gate_turn,
             beside=beside,
             finish=finish,
@@ -717,16 +736,34 @@ def _product(
 
 
 def _multiply(
-    x, w, tiles, num_tiles, *refs, names, N, groups, width, parts, gate_turn, beside, finish
+    x,
+    w,
+    tiles,
+    num_tiles,
+    *refs,
+    names,
+    N,
+    groups,
+    width,
+    parts,
+    depth,
+    short,
+    gate_turn,
+    beside,
+    finish,
 ):
     """One thread block: a tile of rows and columns, then the one `blocks` further on.
 
     Parts of 8 bits lie side by side in shared memory: one product with both reads the rows once.
-    A dense half's lie in turns of `gate_turn` columns.
+    A dense half's lie in turns of `gate_turn` columns. Of experts' last line the first `short`
+    columns are loaded, or all if it is 0.
     """
     scratch = dict(zip(names, refs, strict=True))
+    if short and "last_rows" not in scratch:
+        for name in ("rows", "weights"):
+            scratch[name], scratch[f"last_{name}"] = scratch[name]
     out, is_scaled = scratch["result"], "scaled" in scratch
-    stages, most_rows, depth = scratch["rows"].shape
+    stages, most_rows, _ = scratch["rows"].shape
     turns, piece_width = -(-most_rows // (groups * _ROWS)), scratch["out"].shape[2]
     aligned = math.gcd(width, _COLUMNS)  # where a tile's columns begin
     number = functools.partial(jnp.asarray, dtype=jnp.int32)
@@ -831,16 +868,34 @@ def _multiply(
             def _():
                 plgpu.barrier_wait(scratch["used"].at[slot])
 
+            if not short:
+                load_line(step, slot)
+            else:
+                is_short = step == steps - 1
+                if beside is not None:
+                    is_short &= expert < beside.experts
+                pl.when(is_short)(lambda: load_line(step, slot, "last_"))
+                pl.when(~is_short)(lambda: load_line(step, slot))
+            if is_scaled:
+                ask = functools.partial(ask_for_scales, i & 1, expert, first, column)
+                pl.when(step == 0)(ask)
+            return after(slot)
+
+        def load_line(step, slot, last=""):
             loaded, deep = scratch["loaded"].at[slot], piece(step, depth)
+            if last:
+                deep = pl.ds((steps - 1) * depth, short)
 
             def copy(i, start, part):
                 matrix, own = (w, deep) if i is None else (scratch["more"], deep)
                 if i is not None and parts == 1:  # a region of its inner columns
                     own = piece(i * steps + step, depth)
-                there = scratch["weights"].at[slot, pl.ds(part * width, width)]
+                there = scratch[last + "weights"].at[slot, pl.ds(part * width, width)]
                 plgpu.copy_gmem_to_smem(matrix.at[pl.ds(start, width), own], there, loaded)
 
-            if is_scaled:
+            if last:
+                copy(None, pl.multiple_of(expert * N + column, aligned), 0)
+            elif is_scaled:
                 of_parts(expert, column, copy)
             else:
                 columns = pl.ds(pl.multiple_of(column, aligned), width)
@@ -874,13 +929,8 @@ def _multiply(
                     @pl.when((left > least) & (left <= size))
                     def _(begin=begin, size=size):
                         own = pl.ds(pl.multiple_of(first + begin, _ALIGNED), size)
-                        there = scratch["rows"].at[slot, pl.ds(begin, size)]
+                        there = scratch[last + "rows"].at[slot, pl.ds(begin, size)]
                         plgpu.copy_gmem_to_smem(x.at[own, deep], there, loaded)
-
-            if is_scaled:
-                ask = functools.partial(ask_for_scales, i & 1, expert, first, column)
-                pl.when(step == 0)(ask)
-            return after(slot)
 
         return jax.lax.fori_loop(0, steps, load_step, slot), following
 
@@ -896,14 +946,16 @@ def _multiply(
         slot = jnp.where(count * steps < stages, 0, slot)
         jax.lax.fori_loop(0, jnp.minimum(count * steps, stages), drain, slot)
 
-    def products(*sums, i, slot, is_dense, store):
-        def step(k, slots):
+    def products(*sums, i, slot, is_dense, is_short, store):
+        def step(k, slots, which=""):
             slot, last = slots
             plgpu.barrier_wait(scratch["loaded"].at[slot])
-            weights = scratch["weights"].at[slot]
+            weights = scratch[which + "weights"].at[slot]
+            if which:
+                weights = scratch["last_weights"].at[slot, pl.ds(0, width)]
             weights = weights.T if is_scaled else weights.reshape(depth, parts * width)
             for turn, own in enumerate(sums):
-                mine = scratch["rows"].at[slot, pl.ds(begin_of(turn), _ROWS)]
+                mine = scratch[which + "rows"].at[slot, pl.ds(begin_of(turn), _ROWS)]
                 plgpu.wgmma(own, mine, weights)
             plgpu.wgmma_wait(len(sums))  # the products of the step before are done
 
@@ -913,7 +965,8 @@ def _multiply(
 
             return after(slot), slot
 
-        _, last = jax.lax.fori_loop(0, steps, step, (slot, slot))
+        slots = jax.lax.fori_loop(0, steps - is_short, step, (slot, slot))
+        _, last = step(number(steps - 1), slots, "last_") if is_short else slots
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(scratch["used"].at[last])
         if is_scaled:
@@ -974,13 +1027,18 @@ def _multiply(
         busy = jax.lax.div(length + (_ROWS - 1), number(_ROWS)) - warpgroup + (groups - 1)
         busy = jax.lax.div(busy, number(groups))
 
-        for turns_of_tile in range(1, turns + 1):
+        kinds = (True, False) if short and beside is not None else (bool(short),)
+        for turns_of_tile, is_short in itertools.product(range(1, turns + 1), kinds):
+            is_mine = busy == turns_of_tile
+            if len(kinds) > 1:
+                is_mine &= is_dense != is_short
 
-            @pl.when(busy == turns_of_tile)
-            def _(turns_of_tile=turns_of_tile):
+            @pl.when(is_mine)
+            def _(turns_of_tile=turns_of_tile, is_short=is_short):
                 sums = plgpu.WGMMAAccumulatorRef((_ROWS, parts * width), jnp.float32)
                 put = functools.partial(store, first=first, length=length, column=column)
-                run = functools.partial(products, i=i, slot=slot, is_dense=is_dense, store=put)
+                how = {"i": i, "slot": slot, "is_dense": is_dense, "is_short": is_short}
+                run = functools.partial(products, **how, store=put)
                 pl.run_scoped(run, *[sums] * turns_of_tile)
 
         def pass_by(_, slot):
