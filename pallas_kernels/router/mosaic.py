@@ -35,6 +35,7 @@ _PART = 2  # steps of a part, however many rows there are
 # and 42, 4,096 rows 57 and 43.
 _MOST_SPLIT_NORMED, _MOST_SPLIT = 512, 2048
 _WIDTH = 64  # experts of such a block
+_FEW_WIDTH = 256  # experts of a block that leaves its part
 _AHEAD = 3  # parts that it holds
 _PARTS = 3  # numbers of 16 bits whose sum has the 24 bits of one of 32
 _CHOSEN = 4  # rows of a program that chooses
@@ -134,7 +135,9 @@ def _parts(T: int, D: int, E: int, most_split: int) -> tuple[int, int, int, int]
     """Blocks that share the depth, parts of each, steps of a part, and experts of a block."""
     steps = math.gcd(D // _DEPTH, _PART)
     count = D // _DEPTH // steps
-    return (count, 1, steps, E) if most_split >= T else (1, count, steps, min(E, _WIDTH))
+    is_split = most_split >= T
+    width = min(E, _FEW_WIDTH if is_split else _WIDTH)
+    return (count, 1, steps, width) if is_split else (1, count, steps, width)
 
 
 def _staged(dtype: Any, *shape: int) -> Any:
