@@ -128,6 +128,11 @@ def diffusion_gemma(fields: Fields, layers: Layers) -> dict[str, Any]:
 def numbers(generation: Json, problems: list[str]) -> tuple[tuple[str, float], ...]:
     """What a `generation_config.json` says of denoising, by the names of the strategy's fields."""
     sampler = Fields(generation, problems, []).object("sampler_config")
+    if not sampler and generation.get("sampler_config"):
+        problems.append(
+            f"generation_config.json: sampler_config={shown(generation['sampler_config'])} must be "
+            "an object"
+        )
     if sampler.get("_cls_name") not in (None, _SAMPLER):
         problems.append(
             f"generation_config.json: sampler_config is a {sampler['_cls_name']!r}; only "
@@ -146,8 +151,8 @@ def numbers(generation: Json, problems: list[str]) -> tuple[tuple[str, float], .
             )
             continue
         found[name] = float(value)
-    low, high = found.get("t_min", 0.0), found.get("t_max")
-    if high is not None and high <= low:
+    low, high = found.get("t_min", 0.4), found.get("t_max", 0.8)  # transformers' own
+    if high <= low:
         problems.append(f"generation_config.json: t_max={high} must be above t_min={low}")
     return tuple(found.items())
 

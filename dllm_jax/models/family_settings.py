@@ -36,7 +36,7 @@ def settings_of(
             settings["strategy"] = "edit"
     if family.mask_token_id is not None:
         settings["block_size"] = _native_block(fields, family, routing_block, name)
-    if "canvas_length" in network:
+    if network.get("canvas_length"):  # not one that is refused
         settings["block_size"] = network["canvas_length"]
     if "block_size" in network:  # a drafter's config has it
         settings["block_size"] = network["block_size"]

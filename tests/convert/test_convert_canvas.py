@@ -169,6 +169,14 @@ def test_what_this_network_lacks_is_refused_by_name(name):
     assert name in str(error.value)
 
 
+@pytest.mark.parametrize("length", [0, "x", None])
+def test_a_canvas_of_no_length_is_one_problem(length):
+    with pytest.raises(ConfigError) as error:
+        parse_config({**config_of(), "canvas_length": length})
+    assert str(error.value).count("must be") == 1
+    assert "canvas_length" in str(error.value)
+
+
 @pytest.mark.parametrize("name", ["hidden_size_per_layer_input", "num_kv_shared_layers"])
 def test_what_is_switched_off_is_no_reason(name):
     assert parse_config(config_of(**{name: 0})).config == parse_config(config_of()).config
@@ -186,6 +194,8 @@ def test_other_rotations_are_refused(rope):
     ("entries", "why"),
     [
         ({"t_max": 0.2}, "t_max=0.2 must be above t_min=0.3"),
+        ({"t_max": 0.3, "t_min": None}, "t_max=0.3 must be above t_min=0.4"),
+        ({"sampler_config": "Own"}, "sampler_config='Own' must be an object"),
         ({"stability_threshold": "1"}, "stability_threshold='1' must be a number"),
         ({"sampler_config": {"_cls_name": "Other"}}, "sampler_config is a 'Other'"),
     ],
