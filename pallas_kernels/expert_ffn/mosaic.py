@@ -66,7 +66,10 @@ _ROUNDED, _PIECE = 4, 256  # rows of a program that rounds, and columns that it 
 _AT_ONCE = 16  # pairs that others are compared with between two branches
 _BETWEEN = 24  # tiles of experts between those of a dense half
 _THREADS, _PAIR = 128, 2  # of a row's program, and numbers that become 8 bits at once, at least
-_REGISTERS = {1: 208, 2: 232, 3: 152, 4: 112}  # by the number of warpgroups that compute
+# By the number of warpgroups that compute. What the warpgroups begin with (65,536 over all threads,
+# and a multiple of 8) is all that there is, or the last one waits for ever.
+_REGISTERS = {1: 208, 2: 232, 3: 152, 4: 104}
+_LOADING_REGISTERS = 40
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -940,7 +943,7 @@ def _multiply(
 
     @pl.when((warpgroup == groups) & (count > 0))
     def _():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(_LOADING_REGISTERS, action="decrease")
         slot, _ = jax.lax.fori_loop(0, count, load_tile, (zero, place(zero)))
         # The buffers that are not waited for yet, from the oldest on.
         slot = jnp.where(count * steps < stages, 0, slot)

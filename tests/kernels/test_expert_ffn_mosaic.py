@@ -338,6 +338,13 @@ def test_chosen_tilings_fit_into_shared_memory_and_divide(monkeypatch, on_hopper
                 assert ring.shape[0] >= 3  # steps in flight
 
 
+def test_no_warpgroup_waits_for_registers_that_do_not_exist():
+    """A block begins with equal shares; 112 for each of four stopped an H200."""
+    for groups, wanted in mosaic._REGISTERS.items():
+        each = min(2**16 // (128 * (groups + 1)) // 8 * 8, 255)
+        assert groups * wanted + mosaic._LOADING_REGISTERS <= (groups + 1) * each
+
+
 def test_it_refuses_what_it_cannot_do(monkeypatch):
     x, _, _, _, w_down = shapes("LLaDA2-mini", 32)
     assert mosaic.unsupported_arguments(x, w_down) is None
