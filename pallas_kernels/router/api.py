@@ -32,7 +32,7 @@ def route(
         bias: Of each expert; it takes part in the choice and not in the weights.
         live: Rows that count; the others get the expert E, which is none. None: all.
         implementation: "xla" (any device), "mosaic" (Hopper, bfloat16, jax 0.11, a multiple of 8
-            rows and 64, 128 or 256 experts), or None for the faster one.
+            rows, 64, 128 or 256 experts, groups that divide 32), or None for the faster one.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
@@ -40,7 +40,7 @@ def route(
     Source: Qwen3-MoE (softmax); DeepSeek-AI 2024 (DeepSeek-V3), §2.1.2 (sigmoid, bias, groups).
     """
     back_ends: dict[Implementation, BackEnd] = {
-        "mosaic": BackEnd(mosaic.route, mosaic.unsupported_route(x, router)),
+        "mosaic": BackEnd(mosaic.route, mosaic.unsupported_route(x, router, rule)),
         "xla": BackEnd(reference.route),
     }
     return dispatch.run(implementation, back_ends, x, router, bias, live, rule=rule)

@@ -43,6 +43,7 @@ _PARTS = 3  # numbers of 16 bits whose sum has the 24 bits of one of 32
 _CHOSEN = 4  # rows of a program that chooses
 _WIDEST = 256  # of a row that is loaded at once
 _EXPERTS = (64, 128, 256)  # two, four or eight to a lane
+_LANES = 32
 _LEAST_ROWS = 8  # of a swizzled tile
 _LOWEST = -(2**31)  # key
 
@@ -67,7 +68,7 @@ def unsupported_arguments(x: Array, router: Array) -> str | None:
     return None
 
 
-def unsupported_route(x: Array, router: Array) -> str | None:
+def unsupported_route(x: Array, router: Array, rule: Rule) -> str | None:
     """Why `route` cannot take these arguments here, or None."""
     D, E = router.shape
     if reason := hopper.unsupported() or hopper.unsupported_version():
@@ -79,6 +80,8 @@ def unsupported_route(x: Array, router: Array) -> str | None:
             f"needs a multiple of {_LEAST_ROWS} rows and of {_DEPTH} components, and 64, 128 or "
             f"256 experts, got {len(x)}, {D} and {E}"
         )
+    if _LANES % rule.groups:
+        return f"needs a number of groups that divides {_LANES}, got {rule.groups}"
     return None
 
 
@@ -98,6 +101,7 @@ def route(
     def run(x, router, *given):
         rows = math.gcd(len(x), _ROWS)
         parts = _scores(x, router, interpret)
+        parts = parts.reshape(*parts.shape[:2], _LANES, -1)  # of a row: what a lane has
         return _launch_choice(
             functools.partial(_choose, names=names, rows=rows, rule=rule),
             (parts, *given),
@@ -105,6 +109,7 @@ def route(
             interpret,
         )
 
+    bias = None if bias is None else bias.reshape(_LANES, -1)
     given = [each for each in (bias, live) if each is not None]
     given = [each.astype(jnp.int32) if each.dtype == jnp.bool_ else each for each in given]
     # Mosaic kernels have no batching rule, so vmap runs them one after another.
@@ -224,9 +229,9 @@ def _choose(parts, *refs, names, rows, rule):
     """The experts of four rows."""
     given = dict(zip(names, refs[: len(names)], strict=True))
     ids, weights = refs[len(names) :]
-    splits, _, E = parts.shape
+    splits, *_, size = parts.shape
     first = jax.lax.axis_index("rows") * _CHOSEN
-    tile, layout = (_CHOSEN, E), layout_of_rows(E)
+    tile, layout = (_CHOSEN, _LANES, size), _layout_of_lanes(size)
     mine = pl.ds(pl.multiple_of(first, _CHOSEN), _CHOSEN)
     first += jax.lax.div(first, jnp.int32(rows)) * (_ROWS - rows)
     source = pl.ds(pl.multiple_of(first, _CHOSEN), _CHOSEN)
@@ -236,18 +241,19 @@ def _choose(parts, *refs, names, rows, rule):
 
     logits = functools.reduce(jnp.add, [load(parts.at[i, source], layout) for i in range(splits)])
     if rule.score == "softmax":
-        scores = jnp.exp(logits - across(jnp.max(logits, axis=1)))
-        scores = scores / across(jnp.sum(scores, axis=1))
+        scores = jnp.exp(logits - across(_most(logits)))
+        scores = scores / across(jnp.sum(jnp.sum(scores, axis=2), axis=1))
     else:
         scores = 1 / (1 + jnp.exp(-logits))
     choice = scores
     if "bias" in given:
         own = load(given["bias"], layout.reduce(0)).astype(jnp.float32)
-        choice = scores + jax.lax.broadcast_in_dim(own, tile, [1])
-    number = plgpu.broadcasted_iota(jnp.int32, tile, 1, layout=layout)
+        choice = scores + jax.lax.broadcast_in_dim(own, tile, [1, 2])
+    lane, number = (plgpu.broadcasted_iota(jnp.int32, tile, i, layout=layout) for i in (1, 2))
+    number += lane * size
     keys, values = _ordered(choice), _ordered(scores)
     if rule.groups > 1:
-        keys = _within_groups(keys, number, rule, across)
+        keys = _within_groups(keys, rule, layout)
     chosen = []
     for which, best, is_it in _best(keys, number, rule.k, across):
         chosen.append((which, _numbers(best) if choice is scores else _at(values, is_it)))
@@ -257,10 +263,25 @@ def _choose(parts, *refs, names, rows, rule):
         factor = factor / (total + rule.least)
     is_live = None
     if "live" in given:
-        is_live = load(given["live"].at[mine], layout.reduce(1)) != 0
+        is_live = load(given["live"].at[mine], layout.reduce(2).reduce(1)) != 0
     for j, (which, score) in enumerate(chosen):
-        ids[mine, j] = which if is_live is None else jnp.where(is_live, which, E)
+        ids[mine, j] = which if is_live is None else jnp.where(is_live, which, _LANES * size)
         weights[mine, j] = score * factor
+
+
+def _layout_of_lanes(size: int) -> Any:
+    """Four rows, one a warp: of each a lane has so many neighbours."""
+    from jax.experimental.mosaic.gpu.fragmented_array import Tiling
+
+    tiling = Tiling(((_CHOSEN, _LANES, size),))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+
+
+def _most(keys):
+    """The highest of each row."""
+    for axis in range(keys.ndim - 1, 0, -1):
+        keys = jnp.max(keys, axis=axis)
+    return keys
 
 
 def _ordered(values):
@@ -280,12 +301,11 @@ def _flipped(bits):
 
 def _best(keys, number, k, across):
     """The highest of a row k times: its number, its key, and where it is."""
-    E = keys.shape[1]
+    last = math.prod(keys.shape[1:]) - 1
     for _ in range(k):
-        best = jnp.max(keys, axis=1)
+        best = _most(keys)
         # The lowest of equals is the highest from the last on.
-        from_last = jnp.where(keys == across(best), (E - 1) - number, -1)
-        which = (E - 1) - jnp.max(from_last, axis=1)
+        which = last - _most(jnp.where(keys == across(best), last - number, -1))
         is_it = number == across(which)
         yield which, best, is_it
         keys = jnp.where(is_it, _LOWEST, keys)
@@ -293,36 +313,39 @@ def _best(keys, number, k, across):
 
 def _at(keys, where):
     """The number that is there; one a row."""
-    return _numbers(jnp.max(jnp.where(where, keys, _LOWEST), axis=1))
+    return _numbers(_most(jnp.where(where, keys, _LOWEST)))
 
 
-def _within_groups(keys, number, rule, across):
-    """The lowest key outside of the groups whose two best experts together score highest."""
-    size = keys.shape[1] // rule.groups
-    group = jax.lax.div(number, jnp.int32(size))
+def _within_groups(keys, rule, layout):
+    """The lowest key outside of the groups whose two best experts together score highest.
+
+    A lane's experts are of one group. It finds its two best ones by itself.
+    """
+    lanes, row = keys.shape[:2], layout.reduce(2)
+    lane = plgpu.broadcasted_iota(jnp.int32, lanes, 1, layout=row)
+    group = jax.lax.div(lane, jnp.int32(_LANES // rule.groups))
+
+    def two_best(keys, second=None):
+        """Of the last axis, whose numbers may each stand for a second one that is no higher."""
+        best = jnp.max(keys, axis=keys.ndim - 1)
+        is_it = keys == jax.lax.broadcast_in_dim(best, keys.shape, list(range(keys.ndim - 1)))
+        count = jnp.sum(jnp.where(is_it, 1, 0), axis=keys.ndim - 1)
+        rest = jnp.where(is_it, _LOWEST if second is None else second, keys)
+        return best, jnp.where(count > 1, best, jnp.max(rest, axis=keys.ndim - 1))
+
+    best, second = two_best(keys)
+    is_mine = [group == i for i in range(rule.groups)]
     # Step by step for all groups: those of one wait for each other, and for a warp's lanes.
-    theirs = [jnp.where(group == i, keys, _LOWEST) for i in range(rule.groups)]
-    firsts = [jnp.max(each, axis=1) for each in theirs]
-    masses = [_numbers(first) for first in firsts]
-    if size > 1:
-        first_is = [each == across(first) for each, first in zip(theirs, firsts, strict=True)]
-        counts = [jnp.sum(jnp.where(is_it, 1, 0), axis=1) for is_it in first_is]
-        others = [
-            jnp.max(jnp.where(is_it, _LOWEST, each), axis=1)
-            for is_it, each in zip(first_is, theirs, strict=True)
-        ]
-        masses = [
-            mass + _numbers(jnp.where(count > 1, first, other))
-            for mass, first, count, other in zip(masses, firsts, counts, others, strict=True)
-        ]
-    kept = jnp.full(keys.shape, _LOWEST, jnp.int32)
-    for i, mass in enumerate(masses):
+    pairs = [two_best(jnp.where(own, best, _LOWEST), second) for own in is_mine]
+    masses = [_numbers(one) + _numbers(other) for one, other in pairs]
+    kept = jnp.zeros_like(group)
+    for i, (mass, own) in enumerate(zip(masses, is_mine, strict=True)):
         # Groups in front of this one, counted for a row and not for each of its experts.
         others = [(other >= mass) if j < i else (other > mass) for j, other in enumerate(masses)]
         better = [jnp.where(it, 1, 0) for j, it in enumerate(others) if j != i]
         is_kept = functools.reduce(jnp.add, better) < rule.kept_groups
-        kept = jnp.where(across(is_kept), jnp.where(group == i, keys, kept), kept)
-    return kept
+        kept = jnp.where(own, jax.lax.broadcast_in_dim(jnp.where(is_kept, 1, 0), lanes, [0]), kept)
+    return jnp.where(jax.lax.broadcast_in_dim(kept, keys.shape, [0, 1]) != 0, keys, _LOWEST)
 
 
 @functools.partial(jax.jit, static_argnames=("k", "eps", "interpret"))  # layers lower once

@@ -327,6 +327,9 @@ def test_they_lower_to_one_launch_each_and_the_router_to_two(on_hopper):
     routed = functools.partial(route, rule=rule, implementation="mosaic")
     given = real(32, 2048), real(2048, 256), real(256, dtype=jnp.float32), real(32, dtype=bool)
     assert lowered(routed, *given) == (2, 0)
+    of_a_lane = Rule(k=8, score="sigmoid", groups=64, kept_groups=8)
+    reason = router_mosaic.unsupported_route(*given[:2], of_a_lane)
+    assert reason == "needs a number of groups that divides 32, got 64"
 
 
 @needs_mosaic
