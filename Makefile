@@ -17,17 +17,19 @@ INSTALL := .ci/install $(VENV)
 comma := ,
 SHORT := not slow and not long and not gpu and not network
 LONG := long and not slow and not gpu and not network
+BOTH := not slow and not gpu and not network
 VERSIONS := versions and not slow and not gpu and not network
 ALL := not gpu and not network
 # A worker keeps neighbours, which share programs, and takes of another's only when it is out of work.
 SPREAD := -n $(WORKERS) --dist worksteal
 
-.PHONY: help generate test test-long test-versions test-all check format gpu bench wheel setup setup-dev clean distclean
+.PHONY: help generate test test-long test-both test-versions test-all check format gpu bench wheel setup setup-dev clean distclean
 
 help:
 	@echo "make generate   solve a held-out word problem with the built-in model (SEED=3, ARGS=--watch)"
 	@echo "make test       what matters for a change, under four minutes on two cores"
-	@echo "make test-long  the rest of what CI runs; test-versions: what depends on the version of JAX"
+	@echo "make test-long  the rest of what CI runs; test-both: the two at once, as CI does, in less time"
+	@echo "make test-versions  what depends on the version of JAX"
 	@echo "make test-all   everything, the long fuzzing and sweeps too"
 	@echo "make check      format, lint, types, layering"
 	@echo "make format     rewrite the files as ruff wants them"
@@ -44,6 +46,9 @@ test: setup-dev
 
 test-long: setup-dev
 	$(BIN)/python -m pytest -q $(SPREAD) --durations=10 -m "$(LONG)" $(ARGS)
+
+test-both: setup-dev
+	$(BIN)/python -m pytest -q $(SPREAD) --durations=10 -m "$(BOTH)" $(ARGS)
 
 test-versions: setup-dev
 	$(BIN)/python -m pytest -q $(SPREAD) -m "$(VERSIONS)" $(ARGS)
