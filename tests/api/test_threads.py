@@ -21,7 +21,8 @@ PARAMS = dj.SamplingParams(max_tokens=12)
 
 
 def make_llm(folder):
-    return dj.LLM(folder, warm_up=False, max_num_seqs=4, max_model_len=64, progress=False)
+    config = dj.EngineConfig(max_num_seqs=4, max_model_len=64, slot_buckets=(4,))
+    return dj.LLM(folder, config=config, warm_up=False, progress=False)
 
 
 def ids(outputs):

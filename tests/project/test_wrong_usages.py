@@ -15,6 +15,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax.cli import entry, main
 from dllm_jax.engine.layout import EngineConfig
+from tests.api.test_llm import CONFIG, STRATEGY
 
 MOST_SECONDS, MOST_BYTES = 2.0, 1000  # of the processor, so that a busy machine fails nothing
 WORDS = (
@@ -251,7 +252,8 @@ HOSTILE = (
 
 @pytest.fixture(scope="module")
 def llm(model):
-    return dj.LLM(model, max_num_seqs=2, max_model_len=128, warm_up=False)
+    # The programs of tests/api/test_llm.py.
+    return dj.LLM(model, STRATEGY, config=CONFIG, warm_up=False)
 
 
 def calls(llm):
