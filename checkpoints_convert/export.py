@@ -63,16 +63,17 @@ def fp8_folder(
         places: The tensors, each of them a matrix where it is in 8 bits.
         shapes: Shapes and stored types of the tree in 16 bits.
         small: Leaves in 8 bits, which come as `Scaled`: e4m3, a float32 scale for each output.
-        family: Whose head stays, also where it is tied and no tensor of its own.
+        family: Whose head stays unless it is small, also where it is tied and no tensor.
         config: The entries of the source's `config.json`.
 
     Yields:
         Called with the key path of every leaf and the leaf, a NumPy array or `Scaled`.
     """
     table = table_of(family)
-    two = {name for name, shape in tensor_shapes(places).items() if len(shape) == 2}
-    two -= {place.name for place in places if place.path in small or place.path[-1] == "embed"}
-    kept = sorted(name.removesuffix(".weight") for name in two | {table.lm_head, *table.kept})
+    kept = {name for name, shape in tensor_shapes(places).items() if len(shape) == 2}
+    kept |= {table.lm_head, *table.kept}
+    kept -= {place.name for place in places if place.path in small or place.path[-1] == "embed"}
+    kept = sorted(name.removesuffix(".weight") for name in kept)
     entries = {**config, "quantization_config": {**FP8_DYNAMIC, "ignore": kept}}
     text = json.dumps(entries, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")

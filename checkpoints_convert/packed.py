@@ -401,9 +401,18 @@ def matrices(
         whole[packed.name] = dataclasses.replace(whole[packed.name], offset=stored.offset)
         if not wrong:
             found[packed.name] = packed
+    stray: list[str] = []
     for name in list(whole):
-        if name.rpartition(".")[2] in _UNREAD:
+        stem, _, end = name.rpartition(".")
+        if end == scheme.scale:
+            of = tensors.get(f"{stem}.{scheme.values}")
+            stray.append(f"{name} (of {'no weight' if of is None else of.dtype})")
+        if end in (*_UNREAD, scheme.scale):
             del whole[name]
+    if stray:
+        problems.append(
+            f"scales of weights that are not in {kind}: {listed(stray)}; leave them out"
+        )
     return whole, found, problems
 
 

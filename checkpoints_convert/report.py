@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from .copying import KeyPath
 from .dtypes import STORED, as_dtype
 from .lora import AdapterFacts, Factors
 from .packed import Packed, Scheme
@@ -38,6 +40,8 @@ class Report:
         factors: The adapter's update of each tensor; empty unless kind is "hf".
         scheme: How the matrices of a quantised folder are stored, or None.
         packed: The matrices that are stored so, by the names that they have in 16 bits.
+        is_held: Of a leaf in `small`, and whether it is in `by_output`: whether loading holds it in
+            8 bits.
     """
 
     source: str
@@ -64,23 +68,40 @@ class Report:
     factors: Mapping[str, Factors] = dataclasses.field(default_factory=dict[str, Factors])
     scheme: Scheme | None = None
     packed: Mapping[str, Packed] = dataclasses.field(default_factory=dict[str, Packed])
+    is_held: Callable[[KeyPath, bool], bool] | None = dataclasses.field(
+        default=None, repr=False, compare=False
+    )
 
     @property
-    def by_output(self) -> set[tuple[str | int, ...]]:
+    def small(self) -> set[KeyPath]:
+        """Leaves that are stored in few bits, all tensors of them."""
+        return self._all_of(self.packed)
+
+    @property
+    def by_output(self) -> set[KeyPath]:
         """Leaves that are stored in e4m3 with a scale for each output, all tensors of them."""
         held = {name for name, packed in self.packed.items() if packed.is_by_output}
-        held -= set(self.factors)
-        others = {place.path for place in self.placements if place.name not in held}
+        return self._all_of(held - set(self.factors))
+
+    def _all_of(self, names: Container[str]) -> set[KeyPath]:
+        """Leaves all of whose tensors have such names."""
+        others = {place.path for place in self.placements if place.name not in names}
         return {place.path for place in self.placements} - others
 
     def _taken(self) -> str:
-        """What loading in 8 bits makes of the packed matrices."""
-        leaves = self.by_output
-        taken = {place.name for place in self.placements if place.path in leaves}
-        if not taken:
-            return "rounded to fp8 by output when loaded"
-        others = len(self.packed) - len(taken)
-        return "taken as stored" + (f" but for {others}" if others else "")
+        """What loading makes of the packed matrices."""
+        small, by_output, found = self.small, self.by_output, dict[str, str]()
+        for place in self.placements:
+            path, how = place.path, "held in 16 bits when loaded"
+            if path in small and self.is_held is not None and self.is_held(path, path in by_output):
+                how = "rounded to fp8 by output when loaded"
+                how = "taken as stored" if path in by_output else how
+            if place.name in self.packed:
+                found[place.name] = how
+        counts = Counter(found.values())
+        if len(counts) == 1:
+            return next(iter(counts))
+        return ", ".join(f"{count} {how}" for how, count in counts.items())
 
     @property
     def is_ok(self) -> bool:

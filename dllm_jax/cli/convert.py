@@ -27,6 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write a Hugging Face folder of compressed-tensors, the matrices of its layers in 8 "
         "bits (default: a converted folder, no rounding)",
     )
+    parser.add_argument(
+        "--quantize-head",
+        action="store_true",
+        help="write the head in 8 bits as well, if it is not the embedding",
+    )
     parser.add_argument("--force", action="store_true", help="replace DST if it is there")
     parser.add_argument(
         "--dry-run", action="store_true", help="check, tell the sizes, and write nothing"
@@ -42,9 +47,9 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     from dllm_jax.loading.sources import find_adapter
 
     lora = None if args.lora is None else find_adapter(args.lora)
+    how = {"force": args.force, "quantize": args.quantize, "quantize_head": args.quantize_head}
     if args.dry_run:
         with headers_folder(args.src, args.revision) as folder:
-            how = {"force": args.force, "quantize": args.quantize}
             convert(folder, args.dst, args.dtype, lora, **how, dry_run=True)
             print(f"{args.dst}: {plan(inspect(folder, lora=lora), args.dtype)}")
         return 0
@@ -56,7 +61,6 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
             bar.total = total
             bar.update(done - bar.n)
 
-        how = {"force": args.force, "quantize": args.quantize}
         convert(folder, args.dst, args.dtype, lora, **how, progress=progress)
     size = sum(f.stat().st_size for f in Path(args.dst).rglob("*") if f.is_file())
     print(f"{args.dst}: {size / 1e6:.1f} MB in {time.perf_counter() - began:.1f} s")

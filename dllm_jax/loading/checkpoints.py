@@ -31,7 +31,15 @@ from dllm_jax.models.families import (
     parse_config,
 )
 from dllm_jax.models.family_table import with_d2f_adapter
-from dllm_jax.models.quantization import STORED, input_axes, quantized
+from dllm_jax.models.quantization import (
+    HEAD,
+    STORED,
+    input_axes,
+    is_held,
+    quantized,
+    quantized_head,
+    unsupported,
+)
 
 __all__ = [
     "ConversionError",
@@ -49,12 +57,17 @@ def _param_shapes(cfg: Any, dtype: Any) -> Any:
     return arch_of(cfg).param_shapes(cfg, dtype)
 
 
+def _is_held(cfg: Any, path: KeyPath, is_by_output: bool) -> bool:
+    return unsupported(cfg) is None and is_held(path, is_by_output)
+
+
 _NETWORKS = Networks(
     parse_config=parse_config,
     param_shapes=_param_shapes,
     config_from_json=config_from_json,
     defaults_from_json=defaults_from_json,
     with_d2f_adapter=with_d2f_adapter,
+    is_held=_is_held,
 )
 
 
@@ -115,7 +128,7 @@ def _forms(report: Report, passes: Callable[[KeyPath], bool] | None) -> dict[Key
     """The leaves that are taken as they are stored."""
     if passes is None or not report.packed:
         return {}
-    paths = [path for path in report.by_output if path[-1] in STORED and passes(path)]
+    paths = [path for path in report.by_output if is_held(path, True) and passes(path)]
     shapes = report.shapes_in(np.float32)
     return {path: _form(path, find(shapes, path).shape) for path in paths}
 
@@ -135,6 +148,7 @@ def convert(
     progress: Progress | None = None,
     dry_run: bool = False,
     quantize: Literal["fp8"] | None = None,
+    quantize_head: bool = False,
 ) -> Path:
     """Write a checkpoint as a converted folder: parameters in Orbax form, `meta.json`, tokenizer.
 
@@ -153,6 +167,7 @@ def convert(
         dry_run: Make every check that needs no weights, and write nothing. `plan` gives the sizes.
         quantize: "fp8": round the matrices of layers and experts; embedding, head, norms and
             routers stay.
+        quantize_head: Round the head too, a scale for each id, if it is not the embedding.
 
     Returns:
         The folder.
@@ -172,6 +187,8 @@ def convert(
     if quantize and report.kind != "hf":
         what = "converted folders have no tensors of the names that other programs read"
         raise ValueError(f"{quantize=} of {os.fspath(src)!r}: {what}; give the Hugging Face folder")
+    if quantize_head:
+        _require_head(report, quantize)
     _require_space(target, plan(report, dtype).result_bytes)
     if dry_run:
         return target.absolute()
@@ -179,24 +196,40 @@ def convert(
         if quantize is None:
             converted.save(_read(report, dtype, progress), report, folder)
         else:
-            _save_fp8(report, folder, dtype, progress)
+            _save_fp8(report, folder, dtype, quantize_head, progress)
     return target.absolute()
 
 
-def _save_fp8(report: Report, folder: Path, dtype: str, progress: Progress | None) -> None:
+def _require_head(report: Report, quantize: str | None) -> None:
+    """Refuse a head that a written folder cannot have in 8 bits."""
+    if quantize is None:
+        raise ValueError("quantize_head=True is for a folder in 8 bits; give quantize='fp8' too")
+    if HEAD not in report.shapes_in(np.float32):
+        raise ValueError(
+            f"quantize_head=True of {report.source!r}: its head is its embedding, which a folder "
+            "holds once, in 16 bits; leave it out here and give quantize_head=True "
+            "(--quantize-head) when the folder is loaded"
+        )
+
+
+def _save_fp8(
+    report: Report, folder: Path, dtype: str, with_head: bool, progress: Progress | None
+) -> None:
     """Matrices are rounded as by `load`, one leaf after another, and so are the same there."""
     name = report.dtype or "float32" if dtype == "auto" else dtype
     shapes = report.shapes_in(as_dtype(name))
     family = str(report.family)
     places = placements(table_of(family).rules_for(report.stored, single=True), shapes)
-    small = {place.path for place in places if place.path[-1] in STORED}
+    forms = _forms(report, lambda _: True)
+    small = {place.path for place in places if place.path[-1] in STORED} | set(forms)
+    small |= {(HEAD,)} if with_head else set()
     config = {**read_json(report.folder / "config.json"), "torch_dtype": name}
     with export.fp8_folder(folder, places, shapes, small, family, config) as write:
 
         def keep(path: KeyPath, leaf: Any) -> None:
             write(path, _rounded(path, leaf) if path in small else leaf)
 
-        _read(report, dtype, progress, keep, forms=_forms(report, lambda _: True))
+        _read(report, dtype, progress, keep, forms=forms)
     for file in report.tokenizer_files:
         shutil.copyfile(report.folder / file, folder / file)
 
@@ -206,7 +239,8 @@ def _rounded(path: KeyPath, leaf: Any) -> Scaled:
     if isinstance(leaf, Scaled):
         return leaf
     form = _form(path, leaf.shape)
-    held: Any = quantized(path, jax.device_put(leaf))
+    whole = jax.device_put(leaf)
+    held: Any = quantized_head(whole) if path == (HEAD,) else quantized(path, whole)
     values = np.ascontiguousarray(np.asarray(held.values)[..., : form.depth])
     return Scaled(values=values, scales=np.asarray(held.scales), form=form)
 

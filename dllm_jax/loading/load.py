@@ -75,7 +75,8 @@ def load(
         quantization: "fp8" rounds the matrices of the layers, and of experts, to 8 bits (e4m3, a
             scale for each output), one after another, and rows before their products; embedding,
             head, norms and routers stay. "none" has all weights in `dtype`. None rounds the
-            matrices that the folder stores in 4 or 8 bits, and no others.
+            matrices that the folder stores in 4 or 8 bits, and no others. A head that the folder
+            stores in e4m3, with a scale for each id, is held so but for "none".
         mesh: Devices that share the weights: a mesh of one axis, or a `Split` of another one.
         kv_cache_dtype: As in `with_kv_cache`.
         quantize_head: Round the head to 8 bits as well, a scale for each id. Rows in front of it
@@ -308,8 +309,7 @@ def _chosen(
     stored = f"matrices of {scheme.bits} bits ({scheme.name})"
     if reason := unsupported(config):
         return lambda _: False, [f"{stored} are held in 16: {reason}"]
-    small = {place.path for place in report.placements if place.name in report.packed}
-    small -= {place.path for place in report.placements if place.name not in report.packed}
+    small = report.small
 
     def is_small(path: Any) -> bool:
         return tuple(getattr(key, "key", getattr(key, "idx", key)) for key in path) in small

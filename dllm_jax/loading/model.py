@@ -141,7 +141,8 @@ class Model(struct.PyTreeNode):
     ) -> Float[Array, "B T V"]:
         """Raw logits of whole sequences, without a cache.
 
-        Row i belongs to input i: it predicts token i, or token i + 1 where `config.shift`.
+        Row i belongs to input i: it predicts token i, or token i + 1 where `config.shift`. A head
+        in 8 bits multiplies rows of 16; the steps of DiffusionGemma round its rows too.
 
         Args:
             attention: "full", "causal" or "block_causal" (blocks on the absolute grid).

@@ -32,27 +32,41 @@ _INPUTS = {
     "condition_down": 1,
 }
 STORED = frozenset({*_INPUTS, "experts_gate_up", "experts_down"})  # all that are
+HEAD = "lm_head"
+
+
+def is_held(path: tuple[Any, ...], is_by_output: bool) -> bool:
+    """Whether a leaf that a folder stores in few bits is held in 8.
+
+    Args:
+        path: Its key path.
+        is_by_output: It is stored in e4m3 with a scale for each output; a head in another form is
+            held in 16 bits.
+    """
+    return path[-1] in STORED or (path == (HEAD,) and is_by_output)
 
 
 def input_axes(name: str) -> tuple[int, ...]:
-    """Axes that a product contracts, of a leaf whose name is in `STORED`."""
+    """Axes that a product contracts, of a leaf whose name is in `STORED`, or of a head."""
     return tuple(range(_INPUTS[name])) if name in _INPUTS else (1,)
 
 
 def stored_width(name: str, depth: int, split: Split | None = None) -> int:
     """Numbers of an output in memory: its inputs, and zeros that fill their last line."""
-    is_filled = name not in _INPUTS or _is_filled(name, split)
+    is_filled = name.startswith("experts") or _is_filled(name, split)
     return -(-depth // LINE) * LINE if is_filled and depth > LINE else depth
 
 
 def as_stored(
     name: str, values: Array, scales: Array, depth: int, split: Split | None = None
-) -> Fp8Matrix | Fp8Experts:
+) -> Fp8Matrix | Fp8Experts | Fp8Head:
     """The leaf of this name, whose numbers were stored in 8 bits.
 
     Args:
         values: Contracted axis last, `stored_width` long.
     """
+    if name == HEAD:
+        return Fp8Head(values, scales)
     if name not in _INPUTS:
         return Fp8Experts(values, scales, depth)
     is_longer = stored_width(name, depth, split) > depth
@@ -106,8 +120,8 @@ def trimmed(params: Any) -> Any:
 
 def with_quantized_head(params: dict[str, Any], split: Split | None = None) -> dict[str, Any]:
     """Parameters with the head in 8 bits, of a tied one beside the embedding."""
-    head = params.get("lm_head", params["embed"])
-    return params | {"lm_head": head if is_quantized(head) else _quantize_head(head, split)}
+    head = params.get(HEAD, params["embed"])
+    return params | {HEAD: head if is_quantized(head) else quantized_head(head, split)}
 
 
 @functools.partial(jax.jit, static_argnames=("name", "split"))
@@ -136,10 +150,11 @@ def _shares_inputs(name: str, split: Split | None) -> bool:
 
 
 @functools.partial(jax.jit, static_argnames="split")
-def _quantize_head(head: Array, split: Split | None) -> Fp8Head:
+def quantized_head(head: Array, split: Split | None = None) -> Fp8Head:
+    """A head in 8 bits, a scale for each id."""
     if split is None:
         return quantize_head(head)
-    return _in_parts(quantize_head, head, "lm_head", split, jax.eval_shape(quantize_head, head))
+    return _in_parts(quantize_head, head, HEAD, split, jax.eval_shape(quantize_head, head))
 
 
 def _in_parts(body: Callable[..., Any], w: Array, name: str, split: Split, result: Any) -> Any:

@@ -99,6 +99,11 @@ def without(end):
         ("gptq 4 bits", shaped("g_idx", shape=(5,)), "m.g_idx has shape [5], expected [128]"),
         ("gptq 4 bits", without("qzeros"), "m.qzeros missing beside m.qweight"),
         ("awq", shaped("scales", shape=(3, 24)), "m.scales has shape [3, 24], expected [2, 24]"),
+        (
+            "fp8 channel",
+            shaped("weight", "BF16", data=bytes(6144)),
+            "m.weight_scale (of BF16); leave",
+        ),
         ("nvfp4", without("weight_global_scale"), "m.weight_global_scale missing"),
         ("nvfp4", shaped("weight_scale", kind="U8"), "m.weight_scale has type U8"),
     ],
@@ -513,12 +518,43 @@ def test_a_folder_written_in_8_bits_is_what_quantization_makes(family, tmp_path)
             assert (folder / name).read_bytes() == (to / name).read_bytes()
 
 
+def test_a_head_is_written_in_8_bits_and_held_as_it_is_stored(tmp_path):
+    """A router in 8 bits is held in 16, and `inspect` says so."""
+    source = write_tiny("llada2", tmp_path / "source")
+    to = convert(source, tmp_path / "eight", quantize="fp8", quantize_head=True)
+    said = json.loads((to / "config.json").read_text())["quantization_config"]
+    assert "lm_head" not in said["ignore"]
+    assert "lm_head.weight" in as_written(to)[0]
+    assert "matrices of 8 bits, taken as stored; " in str(inspect(to))
+    want = dj.load(source, "bfloat16", quantization="fp8", quantize_head=True)
+    for how in ({}, {"quantization": "fp8"}, {"quantize_head": True}):
+        assert_same(dj.load(to, "bfloat16", **how).params, want.params)
+    assert not dj.load(to, "bfloat16", quantization="none").has_quantized_head
+    again = convert(to, tmp_path / "again", quantize="fp8")  # it is copied, asked for or not
+    for name in ("model.safetensors", "config.json"):
+        assert (again / name).read_bytes() == (to / name).read_bytes()
+    routers = tmp_path / "routers"
+    shutil.copytree(source, routers)
+
+    def small_routers(tensors, _):
+        as_fp8(tensors, [name for name in tensors if name.endswith("mlp.gate.weight")])
+
+    rewrite(routers, FP8_DYNAMIC, small_routers)
+    assert " matrices of 8 bits, held in 16 bits when loaded; " in str(inspect(routers))
+    assert dj.load(routers).quantization is None
+
+
 def test_what_cannot_be_written_in_8_bits_is_refused(random_folder, tmp_path):
     ours = convert(random_folder, tmp_path / "ours")
     with pytest.raises(ValueError, match="give the Hugging Face folder"):
         convert(ours, tmp_path / "eight", quantize="fp8")
     with pytest.raises(ValueError, match="quantize='int8' is not supported; use fp8"):
         convert(random_folder, tmp_path / "eight", quantize="int8")
+    with pytest.raises(ValueError, match="give quantize='fp8' too"):
+        convert(random_folder, tmp_path / "eight", quantize_head=True)
+    tied = write_canvas(tmp_path / "tied")
+    with pytest.raises(ValueError, match=r"its head is its embedding.* when the folder is loaded"):
+        convert(tied, tmp_path / "eight", quantize="fp8", quantize_head=True)
     assert not (tmp_path / "eight").exists()
     convert(random_folder, tmp_path / "eight", quantize="fp8", dry_run=True)
     assert not (tmp_path / "eight").exists()

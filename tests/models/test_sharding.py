@@ -289,7 +289,8 @@ def test_a_folder_is_rounded_as_it_is_read_onto_devices(kind, random_folder, tmp
     if kind == "converted":
         folder = convert(random_folder, tmp_path / "folder", "float32")
     if kind in ("in 8 bits", "all in 8"):
-        folder, how = convert(folder, tmp_path / "folder", quantize="fp8"), {}
+        both = {"quantize": "fp8", "quantize_head": kind == "all in 8"}
+        folder, how = convert(folder, tmp_path / "folder", **both), {}
     split = over_devices(4 if kind == "in 8 bits" else 2)  # four: KV heads are repeated
     how = {"dtype": "float32", "quantize_head": True, "kv_cache_dtype": "fp8", **how}
     found, wanted = dj.load(folder, mesh=split, **how), dj.load(folder, **how)
