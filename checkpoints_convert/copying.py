@@ -116,6 +116,7 @@ def copy_tree(
     progress: Progress | None = None,
     keep: Keep | None = None,
     cut: Cut | None = None,
+    order_of: Callable[[KeyPath], tuple[int, ...] | None] = lambda _: None,
 ) -> tuple[Any, list[str]]:
     """A tree of arrays, filled from files, and the problems of their values.
 
@@ -127,6 +128,7 @@ def copy_tree(
         keep: Called with each leaf's key path and the leaf; what it returns is in the tree, and one
             leaf at a time is in memory. None: every leaf, in the order of the files.
         cut: `keep` gets an iterator over such parts of a leaf, of which one at a time is in memory.
+        order_of: Of a leaf's key path, its axes in the order in which `keep` gets it in memory.
     """
     util: Any = jax.tree_util  # only partly typed
     found, tree = util.tree_flatten_with_path(shapes)
@@ -178,12 +180,19 @@ def copy_tree(
         if spans is not None:
             kept.append(keep(path, parts(path, shape, spans)))
             continue
-        array = np.empty(shape.shape, shape.dtype)
+        array = _empty(shape, order_of(path))
         wrong = read(path, array, 0)
         problems += wrong
         kept.append(None if wrong else keep(path, array))
         del array
     return util.tree_unflatten(tree, kept), problems
+
+
+def _empty(shape: Any, order: tuple[int, ...] | None) -> Array:
+    """An array whose axes lie in memory in this order."""
+    if order is None:
+        return np.empty(shape.shape, shape.dtype)
+    return np.empty([shape.shape[i] for i in order], shape.dtype).transpose(np.argsort(order))
 
 
 @contextlib.contextmanager

@@ -68,6 +68,13 @@ class Part:
         groups = self.groups or (1,) * len(self.axes)
         return tuple(math.prod(itertools.islice(sizes, count)) for count in groups)
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        """All axes of the leaf, in an order in which the slice lies in memory as in the file."""
+        chosen = [i for i, one in enumerate(self.index) if isinstance(one, int)]
+        others = [i for i in range(len(chosen) + len(self.axes)) if i not in chosen]
+        return (*chosen, *(others[i] for i in self.axes))
+
     def of(self, expert: int) -> "Part":
         """This part of one expert's weights, where the leaf holds all experts'."""
         return dataclasses.replace(self, index=(expert, *self.index))

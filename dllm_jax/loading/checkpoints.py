@@ -97,6 +97,7 @@ def load_params(
     keep: Keep | None = None,
     cut: Cut | None = None,
     passes: Callable[[KeyPath], bool] | None = None,
+    as_stored: bool = False,
 ) -> tuple[Any, Report]:
     """Read a checkpoint's weights into host memory.
 
@@ -112,6 +113,7 @@ def load_params(
             gets an iterator over them, if they are stored row by row. None: the whole leaf.
         passes: Whether the leaf at a key path, if it is stored in e4m3 with a scale for each
             output, comes as a `Scaled` of the stored numbers.
+        as_stored: `keep` gets leaves whose axes lie in memory as in the file, which is read faster.
 
     Returns:
         The parameter tree, and the report on the checkpoint.
@@ -121,7 +123,8 @@ def load_params(
     """
     report = inspect(src, lora=lora, allow_extra=allow_extra)
     report.require_ok()
-    return _read(report, dtype, progress, keep, cut, _forms(report, passes)), report
+    forms = _forms(report, passes)
+    return _read(report, dtype, progress, keep, cut, forms, as_stored), report
 
 
 def _forms(report: Report, passes: Callable[[KeyPath], bool] | None) -> dict[KeyPath, Form]:
@@ -263,11 +266,12 @@ def _read(
     keep: Keep | None = None,
     cut: Cut | None = None,
     forms: Mapping[KeyPath, Form] | None = None,
+    as_stored: bool = False,
 ) -> Any:
     """The weights of an inspected checkpoint without problems."""
     if report.kind == "converted":
         return converted.restore(report, dtype, progress, keep, cut)
-    return read_weights(report, dtype, progress, keep, cut, forms)
+    return read_weights(report, dtype, progress, keep, cut, forms, as_stored)
 
 
 def export_hf(

@@ -202,34 +202,51 @@ def _from_folder(
         source=source,
         tokenizer_source=tokenizer,
     )
-    keep = cut = None
-    if split is not None:
+    if split is None:
+        # A CPU has nothing to overlap, and would compile a program for each shape.
+        how = {"keep": _one_by_one(config, is_small), "as_stored": jax.default_backend() != "cpu"}
+    else:
         _require_shareable(model)
-        keep, cut = partial(_kept, split, config, is_small), split.rows
-    how = {"keep": keep, "cut": cut, "passes": is_small}
-    params, _ = checkpoints.load_params(folder, target, progress, lora=adapter, **how)
+        how = {"keep": partial(_kept, split, config, is_small), "cut": split.rows}
+    params, _ = checkpoints.load_params(
+        folder, target, progress, lora=adapter, passes=is_small, **how
+    )
     for note in (*report.notes, *further):
         warnings.warn(f"{source}: {note}", stacklevel=3)
-    if split is not None:
-        return model.replace(params=params, split=split)
-    leaves, tree = jax.tree.flatten_with_path(params)
-    del params  # so that each host leaf goes as soon as its copy is made
-    placed: list[Any] = []
-    while leaves:
-        path, leaf = leaves.pop(0)
+    return model.replace(params=params, split=split)
+
+
+def _one_by_one(config: Any, is_small: Callable[[Any], bool]) -> Callable[..., Any]:
+    """Puts leaves on the default device; while one is copied there, the next is read."""
+    under_way: list[Any] = []
+
+    def keep(path: tuple[Any, ...], leaf: Any) -> Any:
+        jax.block_until_ready(under_way)  # before another takes memory in 16 bits
+        under_way.clear()
         if isinstance(leaf, Scaled):
-            placed.append(_put_stored(path, leaf, config, None))
-            continue
-        leaf = _put(leaf)
-        placed.append(jax.block_until_ready(quantized(path, leaf) if is_small(path) else leaf))
-    return model.replace(params=jax.tree.unflatten(tree, placed))
+            return _put_stored(path, leaf, config, None)
+        placed = _put(leaf)
+        under_way.append(quantized(path, placed) if is_small(path) else placed)
+        return under_way[0]
+
+    return keep
 
 
 def _put(leaf: np.ndarray) -> jax.Array:
-    """An array of the host on the default device."""
+    """An array of the host on the default device, which brings its axes in order."""
     # On a CPU device_put would alias the host buffer, so copy it. `jnp.array` would compile a
     # program for every shape.
-    return jax.device_put(np.array(leaf) if jax.default_backend() == "cpu" else leaf)
+    if jax.default_backend() == "cpu":
+        leaf = np.array(leaf)
+    order = sorted(range(leaf.ndim), key=lambda axis: -leaf.strides[axis])
+    there = jax.device_put(leaf.transpose(order))
+    is_ordered = order == sorted(order)
+    return there if is_ordered else _turned(there, tuple(np.argsort(order).tolist()))
+
+
+@partial(jax.jit, static_argnames="axes")
+def _turned(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    return x.transpose(axes)
 
 
 def _put_stored(path: tuple[Any, ...], leaf: Scaled, config: Any, split: Split | None) -> Any:

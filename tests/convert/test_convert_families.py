@@ -189,6 +189,13 @@ def test_every_leaf_is_where_the_layout_says(family, options, tiny):
     assert report.is_ok
     assert_same(params, Tiny(folder).tree())
 
+    def keep(path, leaf):
+        stored = [one.part.view(leaf) for one in report.placements if one.path == path]
+        assert all(one.strides[-1] == one.itemsize for one in stored), path
+        return leaf
+
+    assert_same(load_params(folder, keep=keep, as_stored=True)[0], params)
+
 
 @pytest.mark.parametrize("shards", ["round_robin", "layers"])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -269,9 +269,8 @@ def test_read_weights_take_no_program_and_a_cpu_none_of_the_memory_they_were_rea
         given[-1][...] = leaf
         return given[-1]
 
-    def load_params(*args, **kwargs):
-        params, report = read(*args, **kwargs)
-        return jax.tree.map(aligned, params), report
+    def load_params(*args, keep, **kwargs):
+        return read(*args, keep=lambda path, leaf: keep(path, aligned(leaf)), **kwargs)
 
     monkeypatch.setattr(checkpoints, "load_params", load_params)
     leaves = jax.tree.leaves(load(folder).params)
@@ -280,6 +279,22 @@ def test_read_weights_take_no_program_and_a_cpu_none_of_the_memory_they_were_rea
         kept = was_given.copy()
         was_given[...] = 7
         np.testing.assert_array_equal(leaf, kept)
+
+
+def test_a_leaf_read_as_it_is_stored_has_its_axes_in_order_on_the_device(folder, monkeypatch):
+    plain, read, orders = load(folder), checkpoints.load_params, []
+
+    def load_params(*args, keep, as_stored, **kwargs):
+        def seen(path, leaf):
+            orders.append(leaf.flags.c_contiguous)
+            return keep(path, leaf)
+
+        return read(*args, keep=seen, as_stored=True, **kwargs)
+
+    monkeypatch.setattr(checkpoints, "load_params", load_params)
+    again = load(folder)
+    assert not all(orders)
+    jax.tree.map(np.testing.assert_array_equal, again.params, plain.params)
 
 
 def test_only_norms_are_ones_and_float32_stays(monkeypatch, small_published):

@@ -69,7 +69,7 @@ def test_one_tensor_at_a_time_is_on_the_device_beside_the_result(random_folder, 
     seen = []
 
     def watched(path, leaf):
-        name = path[-1].key
+        name = path[-1]
         if name in MATRICES:
             shapes = {leaf.shape for leaf in tree.values()}
             live = [a for a in jax.live_arrays() if a.dtype == leaf.dtype and a.shape in shapes]
