@@ -192,7 +192,8 @@ def _empty(shape: Any, order: tuple[int, ...] | None) -> Array:
     """An array whose axes lie in memory in this order."""
     if order is None:
         return np.empty(shape.shape, shape.dtype)
-    return np.empty([shape.shape[i] for i in order], shape.dtype).transpose(np.argsort(order))
+    places = sorted(range(len(order)), key=order.__getitem__)
+    return np.empty([shape.shape[i] for i in order], shape.dtype).transpose(places)
 
 
 @contextlib.contextmanager

@@ -97,11 +97,10 @@ def read_weights(
         return keep(path, scaled(path, leaf)) if keep else leaf
 
     def order_of(path: KeyPath) -> tuple[int, ...] | None:
-        is_whole = path in forms or path not in places
-        return None if is_whole else places[path][0].part.order
+        is_turned = as_stored and path not in forms and path in places
+        return places[path][0].part.order if is_turned else None
 
-    how = {"order_of": order_of} if as_stored else {}
-    tree, problems = copy_tree(shapes, copies_of, progress, keep and kept, cut_of, **how)
+    tree, problems = copy_tree(shapes, copies_of, progress, keep and kept, cut_of, order_of)
     problems += _tied_head(report)
     if problems:
         raise ConversionError(report.source, problems)
