@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         default="bfloat16",
         choices=flags.DTYPES,
-        help="of the weights (default: %(default)s)",
+        help="of the weights; for 8 bits give --quantize fp8 (default: %(default)s)",
     )
     parser.add_argument(
         "--quantize",
