@@ -405,7 +405,7 @@ def matrices(
     for name in list(whole):
         stem, _, end = name.rpartition(".")
         if end == scheme.scale:
-            of = tensors.get(f"{stem}.{scheme.values}")
+            of = tensors.get(f"{stem}.{scheme.values}") or tensors.get(f"{stem}.weight")
             stray.append(f"{name} (of {'no weight' if of is None else of.dtype})")
         if end in (*_UNREAD, scheme.scale):
             del whole[name]

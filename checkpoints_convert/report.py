@@ -89,7 +89,7 @@ class Report:
         return {place.path for place in self.placements} - others
 
     def _taken(self) -> str:
-        """What loading makes of the packed matrices."""
+        """What loading makes of the packed matrices, behind a comma."""
         small, by_output, found = self.small, self.by_output, dict[str, str]()
         for place in self.placements:
             path, how = place.path, "held in 16 bits when loaded"
@@ -99,9 +99,9 @@ class Report:
             if place.name in self.packed:
                 found[place.name] = how
         counts = Counter(found.values())
-        if len(counts) == 1:
-            return next(iter(counts))
-        return ", ".join(f"{count} {how}" for how, count in counts.items())
+        if len(counts) == 1 and len(found) == len(self.packed):
+            return f", {next(iter(counts))}"
+        return "".join(f", {count} {how}" for how, count in counts.items())
 
     @property
     def is_ok(self) -> bool:
@@ -142,7 +142,7 @@ class Report:
         if self.scheme is not None:
             kept = f"; in 16 bits: {listed(self.scheme.ignored)}" if self.scheme.ignored else ""
             count = f"{len(self.packed)} matrices of {self.scheme.bits} bits"
-            lines.append(f"quantised   {self.scheme.name}, {count}, {self._taken()}{kept}")
+            lines.append(f"quantised   {self.scheme.name}, {count}{self._taken()}{kept}")
         if self.adapter is not None:
             law = "rsLoRA, " if self.adapter.is_rslora else ""
             facts = f"{law}r={self.adapter.rank}, alpha={self.adapter.alpha}"

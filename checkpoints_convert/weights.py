@@ -39,7 +39,8 @@ def read_weights(
         progress: Called with bytes read so far and in all, after each piece.
         keep, cut: As of `copy_tree`.
         passed: Leaves of `report.by_output` that are taken as they are stored, each a `Scaled`.
-        as_stored: `keep` gets leaves whose axes lie in memory as in the file, which is read faster.
+        as_stored: `keep` gets leaves with their axes in memory as in the file, which is read
+            faster; not in rows, and not a `Scaled`.
 
     Raises:
         ConversionError: With every NaN, Inf and overflow found.

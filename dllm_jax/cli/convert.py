@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantize-head",
         action="store_true",
-        help="write the head in 8 bits as well, if it is not the embedding",
+        help="beside --quantize fp8: the head in 8 bits as well; refused if it is the embedding",
     )
     parser.add_argument("--force", action="store_true", help="replace DST if it is there")
     parser.add_argument(

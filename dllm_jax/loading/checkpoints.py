@@ -113,7 +113,8 @@ def load_params(
             gets an iterator over them, if they are stored row by row. None: the whole leaf.
         passes: Whether the leaf at a key path, if it is stored in e4m3 with a scale for each
             output, comes as a `Scaled` of the stored numbers.
-        as_stored: `keep` gets leaves whose axes lie in memory as in the file, which is read faster.
+        as_stored: `keep` gets the leaves of a Hugging Face folder with their axes in memory as in
+            the file, which is read faster; not in rows, and not a `Scaled`.
 
     Returns:
         The parameter tree, and the report on the checkpoint.
@@ -207,6 +208,9 @@ def _require_head(report: Report, quantize: str | None) -> None:
     """Refuse a head that a written folder cannot have in 8 bits."""
     if quantize is None:
         raise ValueError("quantize_head=True is for a folder in 8 bits; give quantize='fp8' too")
+    config, _ = report.require_ok()
+    if reason := unsupported(config):
+        raise ValueError(f"quantize_head=True of {report.source!r}: {reason}; leave it out")
     if HEAD not in report.shapes_in(np.float32):
         raise ValueError(
             f"quantize_head=True of {report.source!r}: its head is its embedding, which a folder "

@@ -224,10 +224,11 @@ def _one_by_one(config: Any, is_small: Callable[[Any], bool]) -> Callable[..., A
         jax.block_until_ready(under_way)  # before another takes memory in 16 bits
         under_way.clear()
         if isinstance(leaf, Scaled):
-            return _put_stored(path, leaf, config, None)
-        placed = _put(leaf)
-        under_way.append(quantized(path, placed) if is_small(path) else placed)
-        return under_way[0]
+            placed = _put_stored(path, leaf, config, None)
+        else:
+            placed = quantized(path, _put(leaf)) if is_small(path) else _put(leaf)
+        under_way.append(placed)
+        return placed
 
     return keep
 
@@ -262,7 +263,7 @@ def _put_stored(path: tuple[Any, ...], leaf: Scaled, config: Any, split: Split |
             values = split.put(of_values, fill(leaf.values), config)
         else:  # `map` lets go of a part before the next is read
             values = split.put_rows(of_values, map(fill, leaf.values))
-    return jax.block_until_ready(as_stored(name, values, scales, depth, split))
+    return as_stored(name, values, scales, depth, split)
 
 
 def _filled(rows: np.ndarray, width: int) -> np.ndarray:
@@ -275,7 +276,7 @@ def _kept(
     split: Split, config: Any, is_small: Callable[[Any], bool], path: tuple[Any, ...], leaf: Any
 ) -> Any:
     if isinstance(leaf, Scaled):
-        return _put_stored(path, leaf, config, split)
+        return jax.block_until_ready(_put_stored(path, leaf, config, split))
     is_whole = isinstance(leaf, np.ndarray)
     leaf = split.put(path, leaf, config) if is_whole else split.put_rows(path, leaf)
     return jax.block_until_ready(quantized(path, leaf, split)) if is_small(path) else leaf

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from dllm_jax.kernels.token_readout.head import Fp8Head
 from dllm_jax.loading.model import Model
 from dllm_jax.models import dense, dflash, reference
 
@@ -99,7 +100,7 @@ def block_logits(
     (B, T), (N, S) = tokens.shape, (anchors.shape[1], cfg.block_size)
     dtype = params["fc"].dtype
     names = ("embed",) if target.config.tie_embeddings else ("embed", "lm_head")
-    whole = params | {name: target.params[name].astype(dtype) for name in names}
+    whole = params | {name: _widened(target.params[name]).astype(dtype) for name in names}
     given = jnp.take_along_axis(tokens, anchors, axis=1)[:, :, None]
     cell = jnp.arange(S)[None, None]
     ids = jnp.where(cell == 0, given, cfg.mask_token_id).reshape(B, N * S)
@@ -159,3 +160,9 @@ def loss(
         "accepted": 1.0 + jnp.sum(run) / blocks,
     }
     return jnp.sum(cost) / jnp.maximum(jnp.sum(weight), 1.0), metrics
+
+
+def _widened(weights: Array | Fp8Head) -> Array:
+    """An embedding or a head in 16 or 32 bits."""
+    is_small = isinstance(weights, Fp8Head)
+    return weights.values.astype(jnp.float32) * weights.scales[:, None] if is_small else weights

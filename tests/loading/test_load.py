@@ -21,6 +21,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax.convert import ConversionError, convert, export_hf
 from dllm_jax.loading import checkpoints
+from dllm_jax.loading import load as loading
 from dllm_jax.loading.load import LoadError, _draw, load
 from dllm_jax.models.architecture import DENSE, MOE
 from dllm_jax.models.dense import DenseConfig
@@ -295,6 +296,27 @@ def test_a_leaf_read_as_it_is_stored_has_its_axes_in_order_on_the_device(folder,
     again = load(folder)
     assert not all(orders)
     jax.tree.map(np.testing.assert_array_equal, again.params, plain.params)
+
+
+def test_a_leaf_is_on_the_device_before_the_next_is_put_there(folder, monkeypatch):
+    events, put, wait = [], loading._put, jax.block_until_ready
+
+    def waited(given):
+        events.extend(("there", id(leaf)) for leaf in given)
+        return wait(given)
+
+    def putting(leaf):
+        there = put(leaf)
+        events.append(("put", id(there)))
+        return there
+
+    monkeypatch.setattr(loading, "_put", putting)
+    monkeypatch.setattr(jax, "block_until_ready", waited)
+    model = load(folder)
+    names, ids = zip(*events, strict=True)
+    count = len(jax.tree.leaves(model.params))
+    assert names == ("put", "there") * (count - 1) + ("put",)
+    assert ids[:-1:2] == ids[1::2]
 
 
 def test_only_norms_are_ones_and_float32_stays(monkeypatch, small_published):

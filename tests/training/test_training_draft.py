@@ -17,6 +17,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax.api.strategy import with_target
 from dllm_jax.models.dflash import DFlashConfig
+from dllm_jax.models.quantization import with_quantized_head
 from dllm_jax.training import dflash, draft_objective
 from tests.oracles.checkpoints import write_tiny
 from tests.oracles.draft_files import VARIANTS, write_draft
@@ -111,6 +112,19 @@ def test_a_block_sees_its_anchor_and_what_comes_before_it(folder, target, texts)
     alone = anchors.copy()
     alone[:, 1:] = 12
     np.testing.assert_allclose(logits(tokens, alone)[:, 0], base[:, 0], atol=1e-5)
+
+
+def test_a_targets_head_in_8_bits_is_taken_for_what_it_stands_for(folder, target, texts) -> None:
+    tokens, _, anchors, _ = texts
+    draft = dj.load(folder / "full", dtype="float32")
+    cfg = config_of(target, draft)
+    taps = FEATURES(target, tokens, cfg.target_layer_ids)
+    small = target.replace(params=with_quantized_head(target.params))
+    head = small.params["lm_head"]
+    wide = np.asarray(head.values, np.float32) * np.asarray(head.scales)[:, None]
+    wide = target.replace(params=target.params | {"lm_head": jnp.asarray(wide)})
+    got, want = (LOGITS(draft.params, cfg, one, taps, tokens, anchors) for one in (small, wide))
+    np.testing.assert_allclose(got, want, atol=1e-6)
 
 
 def test_anchors_fall_in_the_response_and_have_a_token_behind_them() -> None:
