@@ -12,8 +12,8 @@ import numpy as np
 
 from .copying import KeyPath
 from .dtypes import STORED, raw
-from .packed import FP8_DYNAMIC
-from .rules import Array, Placement, Shape, find, placements, tensor_shapes
+from .packed import FP8_DYNAMIC, KEYS
+from .rules import Array, Placement, Tensor, find, placements, tensor_shapes
 from .scaled import E4M3, Scaled
 from .tensor_names import table_of
 
@@ -74,11 +74,32 @@ def fp8_folder(
     kept |= {table.lm_head, *table.kept}
     kept -= {place.name for place in places if place.path in small or place.path[-1] == "embed"}
     kept = sorted(name.removesuffix(".weight") for name in kept)
-    entries = {**config, "quantization_config": {**FP8_DYNAMIC, "ignore": kept}}
+    entries = {key: value for key, value in config.items() if key not in KEYS}
+    entries["quantization_config"] = {**FP8_DYNAMIC, "ignore": kept}
     text = json.dumps(entries, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
     with _leaves(folder / "model.safetensors", places, shapes, small) as write:
         yield write
+
+
+def tensors_of(
+    places: Sequence[Placement], shapes: Any, small: Container[KeyPath] = ()
+) -> list[Tensor]:
+    """Name, shape and type of every tensor of a file, in their order in it.
+
+    Args:
+        places, shapes, small: As of `fp8_folder`.
+    """
+    kinds: dict[str, np.dtype[Any]] = {
+        place.name: E4M3 if place.path in small else np.dtype(find(shapes, place.path).dtype)
+        for place in places
+    }
+    held: list[Tensor] = []
+    for name, shape in tensor_shapes(places).items():
+        held.append((name, shape, kinds[name]))
+        if kinds[name] == E4M3:
+            held.append((name + _SCALE, (shape[0], 1), STORED["F32"]))
+    return sorted(held, key=lambda one: (-one[2].itemsize, one[0]))  # so that all are aligned
 
 
 @contextlib.contextmanager
@@ -87,18 +108,10 @@ def _leaves(
 ) -> Generator[WriteLeaf, None, None]:
     """A safetensors file, leaf by leaf: its own writer would hold all tensors."""
     parts: dict[KeyPath, list[Placement]] = {}
-    kinds: dict[str, np.dtype[Any]] = {}
     for place in places:
         parts.setdefault(place.path, []).append(place)
-        kinds[place.name] = (
-            E4M3 if place.path in small else np.dtype(find(shapes, place.path).dtype)
-        )
-    held: list[tuple[str, Shape, np.dtype[Any]]] = []
-    for name, shape in tensor_shapes(places).items():
-        held.append((name, shape, kinds[name]))
-        if kinds[name] == E4M3:
-            held.append((name + _SCALE, (shape[0], 1), STORED["F32"]))
-    held.sort(key=lambda one: (-one[2].itemsize, one[0]))  # so that all are aligned
+    held = tensors_of(places, shapes, small)
+    kinds = {name: kind for name, _, kind in held}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     typed = {**{kind: key for key, kind in STORED.items()}, E4M3: "F8_E4M3"}
     first: dict[str, int] = {}  # byte of each tensor

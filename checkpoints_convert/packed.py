@@ -108,6 +108,11 @@ class Packed:
         kind = self.parts[self.scheme.scale].dtype
         return "F16" if kind == "F16" else "BF16"
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(math.prod(p.shape) * _DTYPES[p.dtype].itemsize for p in self.parts.values())
+
     def read(self, start: int, count: int) -> Array:
         """`count` numbers from number `start` on, in C order and float32."""
         width = self.shape[1]

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ from .copying import KeyPath
 from .dtypes import STORED, as_dtype
 from .lora import AdapterFacts, Factors
 from .packed import Packed, Scheme
-from .rules import ConversionError, Placement, listed, tensor_shapes
+from .rules import ConversionError, Placement, Tensor, listed, tensor_shapes
 from .shards import Stored
 
 META = "meta.json"
 FORMAT = "dllm-jax"  # the value of its "format"
 _SHOWN_SHAPES = 40
+# Memory that rounding a leaf takes, in leaves and beside them, as measured on a CPU.
+_ROUNDED_LEAVES, _ROUNDING_BYTES = 3, 150_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,30 +192,43 @@ class Plan:
         )
 
 
-def plan(report: Report, dtype: str = "auto") -> Plan:
+def plan(report: Report, dtype: str = "auto", tensors: Sequence[Tensor] | None = None) -> Plan:
     """The size of a conversion.
 
     Args:
         report: On a Hugging Face folder or a converted one, free of problems.
         dtype: Type of the leaves; "auto" is the checkpoint's own.
+        tensors: Name, shape and type of what is written of a folder in 8 bits; None: the leaves.
     """
     report.require_ok()
     name = report.dtype or "float32" if dtype == "auto" else dtype
-    leaves = jax.tree.leaves(report.shapes_in(as_dtype(name)))
-    result = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    leaves = [_num_bytes(leaf) for leaf in jax.tree.leaves(report.shapes_in(as_dtype(name)))]
     if report.kind == "hf":
-        sizes = [
-            math.prod(shape) * STORED[report.stored[tensor].dtype].itemsize
+        sizes = {
+            tensor: math.prod(shape) * STORED[report.stored[tensor].dtype].itemsize
             for tensor, shape in tensor_shapes(report.placements).items()
-        ]
+        }
+        largest = max(sizes.values())
+        sizes |= {one: report.packed[one].num_bytes for one in sizes if one in report.packed}
+        read = list(sizes.values())
     else:
-        item = as_dtype(str(report.dtype)).itemsize
-        sizes = [math.prod(shape) * item for shape in report.shapes.values()]
+        stored = report.shapes_in(as_dtype(str(report.dtype)))
+        read = [_num_bytes(leaf) for leaf in jax.tree.leaves(stored)]
+        largest = max(read)
+    written, peak = leaves, sum(leaves) + 2 * largest
+    if tensors is not None:  # a leaf at a time
+        written = [math.prod(shape) * kind.itemsize for _, shape, kind in tensors]
+        name = f"fp8 and {name}"
+        peak = _ROUNDED_LEAVES * max(leaves) + _ROUNDING_BYTES
     return Plan(
-        num_tensors=len(sizes),
-        num_leaves=len(leaves),
-        read_bytes=sum(sizes),
-        result_bytes=result,
-        peak_bytes=result + 2 * max(sizes),
+        num_tensors=len(read),
+        num_leaves=len(written),
+        read_bytes=sum(read),
+        result_bytes=sum(written),
+        peak_bytes=peak,
         dtype=name,
     )
+
+
+def _num_bytes(leaf: Any) -> int:
+    return math.prod(leaf.shape) * leaf.dtype.itemsize

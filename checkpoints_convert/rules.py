@@ -16,6 +16,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
 Index = tuple[Any, ...]
+Tensor = tuple[str, Shape, np.dtype[Any]]  # its name, shape and type in a file
 
 _LAYER = "{i}"
 EXPERT = "{e}"

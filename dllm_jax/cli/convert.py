@@ -47,11 +47,12 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     from dllm_jax.loading.sources import find_adapter
 
     lora = None if args.lora is None else find_adapter(args.lora)
-    how = {"force": args.force, "quantize": args.quantize, "quantize_head": args.quantize_head}
+    eight = {"quantize": args.quantize, "quantize_head": args.quantize_head}
+    how = {"force": args.force, **eight}
     if args.dry_run:
         with headers_folder(args.src, args.revision) as folder:
             convert(folder, args.dst, args.dtype, lora, **how, dry_run=True)
-            print(f"{args.dst}: {plan(inspect(folder, lora=lora), args.dtype)}")
+            print(f"{args.dst}: {plan(inspect(folder, lora=lora), args.dtype, **eight)}")
         return 0
     folder = checkpoint_folder(args.src, args.revision)
     began = time.perf_counter()

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -17,8 +17,9 @@ from dllm_jax.convert.copying import Cut, Keep, KeyPath, Progress
 from dllm_jax.convert.dtypes import as_dtype
 from dllm_jax.convert.networks import Networks
 from dllm_jax.convert.placing import placed, require_place
-from dllm_jax.convert.report import Plan, Report, plan
-from dllm_jax.convert.rules import ConversionError, find, placements
+from dllm_jax.convert.report import Plan, Report
+from dllm_jax.convert.report import plan as sizes
+from dllm_jax.convert.rules import ConversionError, Placement, find, placements
 from dllm_jax.convert.scaled import Form, Scaled
 from dllm_jax.convert.tensor_names import table_of
 from dllm_jax.convert.tokenizer_files import read_json
@@ -51,6 +52,9 @@ __all__ = [
     "load_params",
     "plan",
 ]
+
+
+_DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def _param_shapes(cfg: Any, dtype: Any) -> Any:
@@ -168,7 +172,7 @@ def convert(
         force: Replace an existing converted folder; anything else in its place is refused.
         allow_extra: Leave tensors of unknown name out instead of refusing them.
         progress: Called with bytes read and bytes in all.
-        dry_run: Make every check that needs no weights, and write nothing. `plan` gives the sizes.
+        dry_run: Make every check that needs no weights, and write nothing; `plan` gives sizes.
         quantize: "fp8": round the matrices of layers and experts; embedding, head, norms and
             routers stay.
         quantize_head: Round the head too, a scale for each id, if it is not the embedding.
@@ -186,26 +190,26 @@ def convert(
     report.require_ok()
     target = Path(dst)
     require_place(target, Path(src), force=force)
-    if quantize not in (None, "fp8"):
-        raise ValueError(f"{quantize=} is not supported; use fp8, or leave it out")
-    if quantize and report.kind != "hf":
-        what = "converted folders have no tensors of the names that other programs read"
-        raise ValueError(f"{quantize=} of {os.fspath(src)!r}: {what}; give the Hugging Face folder")
-    if quantize_head:
-        _require_head(report, quantize)
-    _require_space(target, plan(report, dtype).result_bytes)
+    _require_space(target, plan(report, dtype, quantize, quantize_head).result_bytes)
     if dry_run:
         return target.absolute()
     with placed(target, Path(src), force=force) as folder:
         if quantize is None:
             converted.save(_read(report, dtype, progress), report, folder)
         else:
-            _save_fp8(report, folder, dtype, quantize_head, progress)
+            _save_fp8(report, folder, _eight(report, dtype, quantize_head), progress)
     return target.absolute()
 
 
-def _require_head(report: Report, quantize: str | None) -> None:
-    """Refuse a head that a written folder cannot have in 8 bits."""
+def _require_writable(report: Report, quantize: str | None, quantize_head: bool) -> None:
+    """Refuse a folder in 8 bits, or a head, that cannot be written."""
+    if quantize not in (None, "fp8"):
+        raise ValueError(f"{quantize=} is not supported; use fp8, or leave it out")
+    if quantize and report.kind != "hf":
+        what = "converted folders have no tensors of the names that other programs read"
+        raise ValueError(f"{quantize=} of {report.source!r}: {what}; give the Hugging Face folder")
+    if not quantize_head:
+        return
     if quantize is None:
         raise ValueError("quantize_head=True is for a folder in 8 bits; give quantize='fp8' too")
     config, _ = report.require_ok()
@@ -219,26 +223,82 @@ def _require_head(report: Report, quantize: str | None) -> None:
         )
 
 
-def _save_fp8(
-    report: Report, folder: Path, dtype: str, with_head: bool, progress: Progress | None
-) -> None:
-    """Matrices are rounded as by `load`, one leaf after another, and so are the same there."""
+def plan(
+    report: Report,
+    dtype: str = "auto",
+    quantize: Literal["fp8"] | None = None,
+    quantize_head: bool = False,
+) -> Plan:
+    """The size of a conversion, without the few bytes of headers and tokenizer.
+
+    Args:
+        report: On a Hugging Face folder or a converted one, free of problems.
+        dtype, quantize, quantize_head: As of `convert`.
+
+    Raises:
+        ConversionError: With every problem of the checkpoint.
+        ValueError: What is asked for cannot be written.
+    """
+    report.require_ok()
+    _require_writable(report, quantize, quantize_head)
+    if quantize is None:
+        return sizes(report, dtype)
+    eight = _eight(report, dtype, quantize_head)
+    return sizes(report, dtype, export.tensors_of(eight.places, eight.shapes, eight.small))
+
+
+class _Eight(NamedTuple):
+    """What a folder in 8 bits is made of.
+
+    Attributes:
+        dtype: Type of the leaves that are not in 8 bits.
+        shapes: Shapes and types of the tree in 16 bits.
+        places: The tensors that are written.
+        forms: Leaves that are taken as they are stored.
+        small: Leaves in 8 bits.
+    """
+
+    dtype: str
+    shapes: Any
+    places: tuple[Placement, ...]
+    forms: dict[KeyPath, Form]
+    small: set[KeyPath]
+
+
+def _eight(report: Report, dtype: str, with_head: bool) -> _Eight:
     name = report.dtype or "float32" if dtype == "auto" else dtype
     shapes = report.shapes_in(as_dtype(name))
-    family = str(report.family)
-    places = placements(table_of(family).rules_for(report.stored, single=True), shapes)
-    forms = _forms(report, lambda _: True)
+    rules = table_of(str(report.family)).rules_for(report.stored, single=True)
+    places, forms = placements(rules, shapes), _forms(report, lambda _: True)
     small = {place.path for place in places if place.path[-1] in STORED} | set(forms)
     small |= {(HEAD,)} if with_head else set()
-    config = {**read_json(report.folder / "config.json"), "torch_dtype": name}
-    with export.fp8_folder(folder, places, shapes, small, family, config) as write:
+    return _Eight(name, shapes, places, forms, small)
+
+
+def _save_fp8(report: Report, folder: Path, eight: _Eight, progress: Progress | None) -> None:
+    """Matrices are rounded as by `load`, one leaf after another, and so are the same there."""
+    name, shapes, places, forms, small = eight
+    config = _typed(read_json(report.folder / "config.json"), name)
+    with export.fp8_folder(folder, places, shapes, small, str(report.family), config) as write:
 
         def keep(path: KeyPath, leaf: Any) -> None:
             write(path, _rounded(path, leaf) if path in small else leaf)
 
-        _read(report, dtype, progress, keep, forms=forms)
+        _read(report, name, progress, keep, forms=forms)
     for file in report.tokenizer_files:
         shutil.copyfile(report.folder / file, folder / file)
+
+
+def _typed(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A `config.json` that states the type of its weights once.
+
+    transformers writes `dtype` or, before 4.56, `torch_dtype`, also under `text_config`; every
+    version reads `torch_dtype` if it is alone.
+    """
+    said = {key: value for key, value in config.items() if key not in _DTYPE_KEYS}
+    if isinstance(text := said.get("text_config"), dict):
+        said["text_config"] = {key: text[key] for key in text if key not in _DTYPE_KEYS}
+    return {**said, "torch_dtype": dtype}
 
 
 def _rounded(path: KeyPath, leaf: Any) -> Scaled:

@@ -14,7 +14,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.cli import main
-from dllm_jax.convert import ConversionError, convert, inspect, load_params
+from dllm_jax.convert import ConversionError, convert, inspect, load_params, plan
 from dllm_jax.convert.packed import matrices, read_scheme
 from dllm_jax.convert.shards import read_shards
 from dllm_jax.loading import load as loading
@@ -473,6 +473,15 @@ def as_written(folder):
     return small, {name: found for name, found in held.items() if name not in small | scales}
 
 
+def weights_of(folder):
+    """Bytes of the numbers in a folder's one file, and how many tensors there are."""
+    data = (folder / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    tensors = json.loads(data[8 : 8 + length])
+    tensors.pop("__metadata__")
+    return len(data) - 8 - length, len(tensors)
+
+
 @pytest.mark.parametrize("family", ["sdar", "llada2", "diffusion_gemma"])
 def test_a_folder_written_in_8_bits_is_what_quantization_makes(family, tmp_path):
     """Bit for bit, dense and experts, where zeros fill the last lines of memory too.
@@ -502,6 +511,10 @@ def test_a_folder_written_in_8_bits_is_what_quantization_makes(family, tmp_path)
     assert any(".experts.3.up_proj." in name for name in small) == routed
     report = inspect(to)
     assert report.problems == ()
+    numbers, count = weights_of(to)
+    planned = plan(inspect(source), "bfloat16", quantize="fp8")
+    assert (planned.result_bytes, planned.num_leaves) == (numbers, count)
+    assert plan(report).read_bytes == numbers
     assert small == set(report.packed)
     assert f"{len(report.packed)} matrices of 8 bits, taken as stored; " in str(report)
     want, found = dj.load(source, "bfloat16", quantization="fp8"), dj.load(to, "bfloat16")
@@ -526,6 +539,8 @@ def test_a_head_is_written_in_8_bits_and_held_as_it_is_stored(tmp_path):
     assert "lm_head" not in said["ignore"]
     assert "lm_head.weight" in as_written(to)[0]
     assert "matrices of 8 bits, taken as stored; " in str(inspect(to))
+    planned = plan(inspect(source), "bfloat16", quantize="fp8", quantize_head=True)
+    assert (planned.result_bytes, planned.num_leaves) == weights_of(to)
     want = dj.load(source, "bfloat16", quantization="fp8", quantize_head=True)
     for how in ({}, {"quantization": "fp8"}, {"quantize_head": True}):
         assert_same(dj.load(to, "bfloat16", **how).params, want.params)
@@ -555,14 +570,48 @@ def test_what_cannot_be_written_in_8_bits_is_refused(random_folder, tmp_path):
     tied = write_canvas(tmp_path / "tied")
     with pytest.raises(ValueError, match=r"its head is its embedding.* when the folder is loaded"):
         convert(tied, tmp_path / "eight", quantize="fp8", quantize_head=True)
+    with pytest.raises(ValueError, match="give quantize='fp8' too"):
+        plan(inspect(random_folder), quantize_head=True)
     assert not (tmp_path / "eight").exists()
-    convert(random_folder, tmp_path / "eight", quantize="fp8", dry_run=True)
+
+
+def test_a_disk_needs_room_for_what_is_written_in_8_bits(random_folder, tmp_path, monkeypatch):
+    report, usage = inspect(random_folder), shutil.disk_usage(tmp_path)
+    needed = plan(report, "bfloat16", quantize="fp8").result_bytes
+    assert needed < 0.8 * plan(report, "bfloat16").result_bytes
+    for free in (needed, needed - 1):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, n=free: usage._replace(free=n))
+        how = {"quantize": "fp8", "dry_run": True}
+        if free == needed:
+            convert(random_folder, tmp_path / "eight", **how)
+            continue
+        with pytest.raises(OSError, match=r"needs 0\.00 GB but .* has 0\.00 GB free"):
+            convert(random_folder, tmp_path / "eight", **how)
     assert not (tmp_path / "eight").exists()
+
+
+def test_a_written_config_says_its_type_once(tmp_path):
+    """transformers has two names for it, and repeats it under `text_config`."""
+    source = write_canvas(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    config |= {"dtype": "float32", "compression_config": None}
+    config["text_config"]["dtype"] = "float32"
+    (source / "config.json").write_text(json.dumps(config))
+    to = convert(source, tmp_path / "eight", "bfloat16", quantize="fp8")
+    written = json.loads((to / "config.json").read_text())
+    assert written["torch_dtype"] == "bfloat16"
+    assert not {"dtype", "compression_config"} & set(written)
+    assert not {"dtype", "torch_dtype"} & set(written["text_config"])
+    assert dj.load(to, "bfloat16").quantization == "fp8"
 
 
 def test_the_command_line_writes_and_refuses(random_folder, tmp_path, capsys):
     to = str(tmp_path / "eight")
-    assert main(["convert", str(random_folder), to, "--quantize", "fp8"]) == 0
+    argv = ["convert", str(random_folder), to, "--quantize", "fp8"]
+    assert main([*argv, "--dry-run"]) == 0
+    needed = plan(inspect(random_folder), "bfloat16", quantize="fp8").result_bytes
+    assert f"({needed / 1e6:.1f} MB, fp8 and bfloat16)" in capsys.readouterr().out
+    assert main(argv) == 0
     assert main(["inspect", to]) == 0
     assert "14 matrices of 8 bits" in capsys.readouterr().out
     assert main(["convert", str(random_folder), to, "--quantize", "fp8", "--force"]) == 1
