@@ -54,7 +54,7 @@ class DiffusionGemma(Strategy):
     """
 
     max_denoising_steps: Knob = knob(48.0, 1.0, _MOST_STEPS, whole=True)
-    t_min: Knob = knob(0.4)
+    t_min: Knob = knob(0.4, up_to="t_max")
     t_max: Knob = knob(0.8, 1e-3)
     entropy_bound: Knob = knob(0.1)
     stability_threshold: Knob = knob(1.0, 0.0, _MOST_STEPS, whole=True)

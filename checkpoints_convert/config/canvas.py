@@ -126,7 +126,10 @@ def diffusion_gemma(fields: Fields, layers: Layers) -> dict[str, Any]:
 
 
 def numbers(generation: Json, problems: list[str]) -> tuple[tuple[str, float], ...]:
-    """What a `generation_config.json` says of denoising, by the names of the strategy's fields."""
+    """What a `generation_config.json` says of denoising, by the names of the strategy's fields.
+
+    Their ranges are the strategy's.
+    """
     sampler = Fields(generation, problems, []).object("sampler_config")
     if not sampler and generation.get("sampler_config"):
         problems.append(
@@ -147,13 +150,12 @@ def numbers(generation: Json, problems: list[str]) -> tuple[tuple[str, float], .
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value < float("inf"):
             problems.append(
-                f"generation_config.json: {name}={value!r} must be a number of at least 0"
+                f"generation_config.json: {name}={shown(value)} must be a number of at least 0"
             )
-            continue
-        found[name] = float(value)
-    low, high = found.get("t_min", 0.4), found.get("t_max", 0.8)  # transformers' own
-    if high <= low:
-        problems.append(f"generation_config.json: t_max={high} must be above t_min={low}")
+        elif name == "entropy_bound" and not value:
+            problems.append(f"generation_config.json: {name}={value!r} must be above 0")
+        else:
+            found[name] = float(value)
     return tuple(found.items())
 
 

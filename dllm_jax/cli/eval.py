@@ -277,14 +277,14 @@ def _problems(args: argparse.Namespace, count: int, halves: tuple[str, ...]) -> 
 
 def _points(args: argparse.Namespace, label: str, strategy: Any) -> dict[str, dict[str, float]]:
     """The settings of a strategy: the label of each, and its knobs that are swept."""
-    from dllm_jax.strategies.core.protocol import check_knob, knob_ranges
+    from dllm_jax.strategies.core.protocol import check_knobs, knob_ranges
 
     if args.sweep is None or args.sweep[0] not in knob_ranges(strategy) or label == ONE_TOKEN:
         return {label: {}}
     name, values = args.sweep
     try:
         for value in values:
-            check_knob(strategy, name, value)
+            check_knobs(strategy, {name: value})
     except ValueError as error:
         raise UsageError(f"--sweep: {error}") from None
     return {f"{label},{name}={value:g}": {name: value} for value in values}

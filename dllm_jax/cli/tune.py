@@ -147,7 +147,7 @@ def _racers(args: argparse.Namespace, model: Any, choices: list[Any]) -> dict[st
     The reference is the first.
     """
     from dllm_jax.api.strategy import bind_draft
-    from dllm_jax.strategies.core.protocol import check_knob, knob_ranges
+    from dllm_jax.strategies.core.protocol import check_knobs, knob_ranges
     from dllm_jax.tasks.evaluate import one_token
 
     found: dict[str, Any] = {}
@@ -164,8 +164,7 @@ def _racers(args: argparse.Namespace, model: Any, choices: list[Any]) -> dict[st
         for values in itertools.product(*(values for _, values in grid)):
             setting = dict(zip((name for name, _ in grid), values, strict=True))
             try:
-                for name, one in setting.items():
-                    check_knob(strategy, name, one)
+                check_knobs(strategy, setting)
             except ValueError as error:
                 raise UsageError(f"--grid: {error}") from None
             name_of_setting = ",".join(

@@ -268,6 +268,14 @@ def _check(
             raise Refused(
                 f"{name}={value} is not a whole number; round it", f"strategy_overrides.{name}"
             )
+    values = dict(layout.knob_values, **params.strategy_overrides)
+    for low, high in layout.ordered_knobs.items():
+        if values[low] > values[high]:
+            name = low if low in params.strategy_overrides else high
+            raise Refused(
+                f"{low}={values[low]} is above {high}={values[high]}; lower {low} or raise {high}",
+                f"strategy_overrides.{name}",
+            )
     if len(stop_ids) > STOP_WIDTH:
         raise Refused(
             f"{len(stop_ids)} stop ids, the model's own included; at most {STOP_WIDTH} fit: "

@@ -97,6 +97,7 @@ class EngineLayout:
         vocab_size, mask_id, stop_token_ids, unread_token_ids: Of the model.
         knobs: The strategy's thresholds, with the range of each.
         whole_knobs: Those that are whole numbers.
+        ordered_knobs: Those that must not be above another one, and the name of that.
         stuck_text: Why a request ended whose strategy changes nothing; `{}` is the position.
         slot_buckets, page_buckets, prefill_buckets: Compiled sizes, ascending; the last ones
             cover every slot, every page of a request, and (full modes) every prompt.
@@ -130,6 +131,7 @@ class EngineLayout:
     knobs: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     knob_values: Mapping[str, float] = dataclasses.field(default_factory=dict)
     whole_knobs: frozenset[str] = frozenset()
+    ordered_knobs: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stuck_text: str = "the strategy changed nothing in the block at position {}"
     slot_buckets: tuple[int, ...]
     page_buckets: tuple[int, ...]

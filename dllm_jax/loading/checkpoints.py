@@ -26,6 +26,7 @@ from dllm_jax.convert.tokenizer_files import read_json
 from dllm_jax.convert.weights import read_weights
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import (
+    Parsed,
     config_from_json,
     config_json,
     defaults_from_json,
@@ -41,6 +42,7 @@ from dllm_jax.models.quantization import (
     quantized_head,
     unsupported,
 )
+from dllm_jax.strategies.diffusion_gemma import DiffusionGemma
 
 __all__ = [
     "ConversionError",
@@ -65,8 +67,19 @@ def _is_held(cfg: Any, path: KeyPath, is_by_output: bool) -> bool:
     return unsupported(cfg) is None and is_held(path, is_by_output)
 
 
+def _parse_config(*files: Any, name: str) -> Parsed:
+    """As `parse_config`; numbers of decoding must be those that the strategy takes."""
+    parsed = parse_config(*files, name=name)
+    numbers: dict[str, Any] = dict(parsed.defaults.numbers)
+    try:
+        DiffusionGemma(**numbers)
+    except ValueError as error:
+        raise ValueError(f"generation_config.json: {error}") from None
+    return parsed
+
+
 _NETWORKS = Networks(
-    parse_config=parse_config,
+    parse_config=_parse_config,
     param_shapes=_param_shapes,
     config_from_json=config_from_json,
     defaults_from_json=defaults_from_json,

@@ -15,7 +15,12 @@ from dllm_jax.loading.model import Model
 from dllm_jax.runner.cache import PAGE_SIZE
 from dllm_jax.strategies.core import driver
 from dllm_jax.strategies.core.needs import PromptMode
-from dllm_jax.strategies.core.protocol import knob_ranges, split_knobs, whole_knobs
+from dllm_jax.strategies.core.protocol import (
+    knob_ranges,
+    ordered_knobs,
+    split_knobs,
+    whole_knobs,
+)
 
 SLOT_BUCKETS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 192, 256, 512)
 CPU_SLOT_BUCKETS = (1, 4, 16, 64, 256)
@@ -90,6 +95,7 @@ def make_layout(
         knobs=knob_ranges(strategy),
         knob_values={name: float(value) for name, value in knobs.items()},
         whole_knobs=whole_knobs(strategy),
+        ordered_knobs=ordered_knobs(strategy),
         stuck_text=driver.stuck_text(strategy, "{}"),
         slot_buckets=_buckets(slots, config.max_num_seqs),
         page_buckets=_buckets(config.page_buckets or _page_buckets(columns), columns),

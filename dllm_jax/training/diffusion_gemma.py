@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from dllm_jax.models import dense, gemma, reference
+from dllm_jax.strategies import DiffusionGemma
 from dllm_jax.training import loop, run_folder, scoring, stream
 from dllm_jax.training.export import rounded
 from dllm_jax.training.tokenizer import EOS_ID
@@ -65,8 +66,8 @@ class NoiseConfig:
     """
 
     conditioned_share: float = 0.5
-    t_min: float = 0.4
-    t_max: float = 0.8
+    t_min: float = DiffusionGemma.t_min
+    t_max: float = DiffusionGemma.t_max
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

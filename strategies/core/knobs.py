@@ -96,7 +96,13 @@ def _scalar(threshold: Any) -> Any:
     return threshold
 
 
-def knob(default: float, low: float = 0.0, high: float = float("inf"), whole: bool = False) -> Any:
+def knob(
+    default: float,
+    low: float = 0.0,
+    high: float = float("inf"),
+    whole: bool = False,
+    up_to: str | None = None,
+) -> Any:
     """A float field of a strategy that each request may override.
 
     Args:
@@ -104,8 +110,10 @@ def knob(default: float, low: float = 0.0, high: float = float("inf"), whole: bo
         low: Smallest legal value.
         high: Largest legal value.
         whole: Only whole numbers are legal.
+        up_to: Name of another knob, of which it must not be above the value.
     """
-    return struct.field(default=default, metadata={"knob": (low, high), "whole": whole})
+    metadata = {"knob": (low, high), "whole": whole, "up_to": up_to}
+    return struct.field(default=default, metadata=metadata)
 
 
 def knob_ranges(strategy: Any) -> dict[str, tuple[float, float]]:
@@ -121,6 +129,12 @@ def whole_knobs(strategy: Any) -> frozenset[str]:
     """Names of a strategy's knobs that are whole numbers."""
     fields = dataclasses.fields(strategy)
     return frozenset(field.name for field in fields if field.metadata.get("whole"))
+
+
+def ordered_knobs(strategy: Any) -> dict[str, str]:
+    """Names of knobs that must not be above another one, and the name of that."""
+    fields = dataclasses.fields(strategy)
+    return {f.name: f.metadata["up_to"] for f in fields if f.metadata.get("up_to")}
 
 
 def split_knobs(strategy: Any) -> tuple[Any, dict[str, Any]]:
@@ -163,10 +177,20 @@ def check_knob(strategy: Any, name: str, value: Any) -> None:
         raise ValueError(f"{name}={short_repr(value)} is not a whole number; round it")
 
 
-def check_knobs(strategy: Any) -> None:
-    """Raise ValueError unless every knob may have its value."""
-    for name in knob_ranges(strategy):
-        check_knob(strategy, name, getattr(strategy, name))
+def check_knobs(strategy: Any, values: Mapping[str, Any] | None = None) -> None:
+    """Raise ValueError unless every knob may have its value.
+
+    Args:
+        values: By name, in place of the strategy's own.
+    """
+    own = {name: getattr(strategy, name) for name in knob_ranges(strategy)} | dict(values or {})
+    for name, value in own.items():
+        check_knob(strategy, name, value)
+    for low, high in ordered_knobs(strategy).items():
+        value, most = own[low], own[high]
+        # Of arrays, one value a slot or a run, the values are not known.
+        if isinstance(value, Real) and isinstance(most, Real) and value > most:
+            raise ValueError(f"{low}={value} is above {high}={most}; lower {low} or raise {high}")
 
 
 def bind_knobs(strategy: Any, knobs: Mapping[str, Float[Array, " B"]]) -> Any:

@@ -28,10 +28,10 @@ from .knobs import (
     Knob,
     PerSlot,
     bind_knobs,
-    check_knob,
     check_knobs,
     knob,
     knob_ranges,
+    ordered_knobs,
     split_knobs,
     whole_knobs,
 )
@@ -56,10 +56,10 @@ __all__ = [
     "TokenMix",
     "TokenStats",
     "bind_knobs",
-    "check_knob",
     "check_knobs",
     "knob",
     "knob_ranges",
+    "ordered_knobs",
     "split_knobs",
     "whole_knobs",
 ]

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from ..core import driver
-from ..core.protocol import PrefillChunk, knob_ranges, split_knobs, whole_knobs
+from ..core.protocol import PrefillChunk, knob_ranges, ordered_knobs, split_knobs, whole_knobs
 from ..core.state import (
     ACTIVE,
     DUMMY,
@@ -191,6 +191,8 @@ def _draw_knobs(
         if name in whole_knobs(strategy):
             legal = [value for value in legal if value % 1 == 0]
         drawn[name] = _float32(rng.choice(given.get(name, legal), count))
+    for low, high in ordered_knobs(strategy).items():
+        drawn[low] = np.minimum(drawn[low], drawn[high])
     return drawn
 
 

@@ -4,6 +4,9 @@ The folders are those of `oracles/canvas_files.py`. Every entry of a config is r
 nothing, or refused by name; so is every tensor.
 """
 
+import json
+import shutil
+
 import jax
 import numpy as np
 import pytest
@@ -193,8 +196,7 @@ def test_other_rotations_are_refused(rope):
 @pytest.mark.parametrize(
     ("entries", "why"),
     [
-        ({"t_max": 0.2}, "t_max=0.2 must be above t_min=0.3"),
-        ({"t_max": 0.3, "t_min": None}, "t_max=0.3 must be above t_min=0.4"),
+        ({"sampler_config": {"entropy_bound": 0}}, "entropy_bound=0 must be above 0"),
         ({"sampler_config": "Own"}, "sampler_config='Own' must be an object"),
         ({"stability_threshold": "1"}, "stability_threshold='1' must be a number"),
         ({"sampler_config": {"_cls_name": "Other"}}, "sampler_config is a 'Other'"),
@@ -204,6 +206,23 @@ def test_numbers_that_cannot_be_are_refused(entries, why):
     with pytest.raises(ConfigError) as error:
         parse_config(config_of(), {**GENERATION, **entries})
     assert why in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("entries", "why"),
+    [
+        ({"t_max": 0.2}, "t_min=0.3 is above t_max=0.2; lower t_min or raise t_max"),
+        ({"t_max": 0.3, "t_min": None}, "t_min=0.4 is above t_max=0.3; lower t_min"),
+        ({"t_min": 0, "t_max": 0}, "t_max=0.0 is outside [0.001, inf]; choose a value inside it"),
+        ({"max_denoising_steps": 0}, "max_denoising_steps=0.0 is outside [1.0, 1000000]"),
+        ({"max_denoising_steps": 2.5}, "max_denoising_steps=2.5 is not a whole number; round it"),
+    ],
+)
+def test_numbers_are_those_that_the_strategy_takes(folder, tmp_path, entries, why):
+    to = shutil.copytree(folder, tmp_path / "to")
+    (to / "generation_config.json").write_text(json.dumps({**GENERATION, **entries}))
+    (problem,) = inspect(to).problems
+    assert problem.startswith(f"generation_config.json: {why}")
 
 
 def test_a_last_layer_that_slides_is_global_all_the_same():

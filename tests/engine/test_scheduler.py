@@ -653,6 +653,20 @@ def test_bounds_belong_to_their_ranges(host: ModuleType) -> None:
     assert len(sequence.placement.stop_ids) == host.admission.STOP_WIDTH
 
 
+def test_a_threshold_above_another_is_refused(host: ModuleType) -> None:
+    """Both of the request, or one beside the strategy's own."""
+    values = {"low": 0.4, "high": 0.8}
+    ranges = dict.fromkeys(values, (0.0, 9.0))
+    books = Books(host, knobs=ranges, knob_values=values, ordered_knobs={"low": "high"})
+    for given in ({"low": 0.8}, {"high": 0.4}, {"low": 2.0, "high": 3.0}):
+        books.accept([5], strategy_overrides=given)
+    for given in ({"low": 0.9}, {"high": 0.3}, {"low": 3.0, "high": 2.0}):
+        low, high = (values | given).values()
+        with pytest.raises(host.checks.Refused, match=f"low={low} is above high={high}") as error:
+            books.accept([5], strategy_overrides=given)
+        assert error.value.param == f"strategy_overrides.{next(iter(given))}"
+
+
 def test_sequences_have_keys_and_ranks_of_their_own(host: ModuleType) -> None:
     books = Books(host)
     books.accept([5])

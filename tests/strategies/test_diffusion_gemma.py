@@ -7,12 +7,14 @@ transformers.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
 import pytest
 
 from dllm_jax.strategies import DiffusionGemma, load_strategy
+from dllm_jax.strategies.core.protocol import check_knobs
 from dllm_jax.strategies.testing.script import Trace, run_script
 from tests.contract.cases import case, once, paged, truth
 
@@ -93,3 +95,15 @@ def test_numbers_that_are_not_whole_are_refused() -> None:
             load_strategy("diffusion_gemma", **{name: 1.5})
     with pytest.raises(ValueError, match="buffer_size=3 must be a whole number in"):
         DiffusionGemma(buffer_size=3)
+
+
+def test_a_temperature_that_would_rise_is_refused() -> None:
+    text = "t_min=0.9 is above t_max=0.8; lower t_min or raise t_max"
+    for make in (DiffusionGemma, functools.partial(load_strategy, "diffusion_gemma")):
+        with pytest.raises(ValueError, match=text):
+            make(t_min=0.9)
+        assert make(t_min=0.9, t_max=0.9).t_min == 0.9
+    strategy = DiffusionGemma(t_max=2.0)
+    check_knobs(strategy, {"t_min": 2.0})
+    with pytest.raises(ValueError, match=r"t_min=2.5 is above t_max=2.0"):
+        check_knobs(strategy, {"t_min": 2.5})

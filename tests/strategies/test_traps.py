@@ -19,7 +19,7 @@ import pytest
 
 from dllm_jax import strategies
 from dllm_jax.strategies import load_strategy
-from dllm_jax.strategies.core.protocol import knob_ranges, whole_knobs
+from dllm_jax.strategies.core.protocol import knob_ranges, ordered_knobs, whole_knobs
 from tests.contract import engine as toy
 from tests.contract import models
 from tests.contract.cases import case
@@ -64,7 +64,8 @@ def test_thresholds_given_in_part_leave_the_others(name: str) -> None:
     """Trap 29: the reference wants all of them or none."""
     plain = load_strategy(name)
     for knob in knob_ranges(plain):
-        value = 2.0 if knob in whole_knobs(plain) else 0.25
+        is_large = knob in {*whole_knobs(plain), *ordered_knobs(plain).values()}
+        value = 2.0 if is_large else 0.25
         changed = load_strategy(name, **{knob: value})
         assert getattr(changed, knob) == value
         assert changed.replace(**{knob: getattr(plain, knob)}) == plain
