@@ -765,6 +765,8 @@ def _multiply(
     if short and "last_rows" not in scratch:
         for name in ("rows", "weights"):
             scratch[name], scratch[f"last_{name}"] = scratch[name]
+    ring = scratch["rows"], scratch["weights"]
+    last_ring = (scratch["last_rows"], scratch["last_weights"]) if short else ring
     out, is_scaled = scratch["result"], "scaled" in scratch
     stages, most_rows, _ = scratch["rows"].shape
     turns, piece_width = -(-most_rows // (groups * _ROWS)), scratch["out"].shape[2]
@@ -877,26 +879,27 @@ def _multiply(
                 is_short = step == steps - 1
                 if beside is not None:
                     is_short &= expert < beside.experts
-                pl.when(is_short)(lambda: load_line(step, slot, "last_"))
+                pl.when(is_short)(lambda: load_line(step, slot, is_last=True))
                 pl.when(~is_short)(lambda: load_line(step, slot))
             if is_scaled:
                 ask = functools.partial(ask_for_scales, i & 1, expert, first, column)
                 pl.when(step == 0)(ask)
             return after(slot)
 
-        def load_line(step, slot, last=""):
+        def load_line(step, slot, is_last=False):
+            rows, weights = last_ring if is_last else ring
             loaded, deep = scratch["loaded"].at[slot], piece(step, depth)
-            if last:
+            if is_last:
                 deep = pl.ds((steps - 1) * depth, short)
 
             def copy(i, start, part):
                 matrix, own = (w, deep) if i is None else (scratch["more"], deep)
                 if i is not None and parts == 1:  # a region of its inner columns
                     own = piece(i * steps + step, depth)
-                there = scratch[last + "weights"].at[slot, pl.ds(part * width, width)]
+                there = weights.at[slot, pl.ds(part * width, width)]
                 plgpu.copy_gmem_to_smem(matrix.at[pl.ds(start, width), own], there, loaded)
 
-            if last:
+            if is_last:
                 copy(None, pl.multiple_of(expert * N + column, aligned), 0)
             elif is_scaled:
                 of_parts(expert, column, copy)
@@ -905,7 +908,7 @@ def _multiply(
 
                 def fetch(matrix, line, columns, there: Any = slice(None)):
                     own = matrix.at[piece(line, depth), there, columns]
-                    plgpu.copy_gmem_to_smem(own, scratch["weights"].at[slot], loaded)
+                    plgpu.copy_gmem_to_smem(own, weights.at[slot], loaded)
 
                 def of_expert():
                     fetch(w, expert * steps + step, columns)
@@ -932,7 +935,7 @@ def _multiply(
                     @pl.when((left > least) & (left <= size))
                     def _(begin=begin, size=size):
                         own = pl.ds(pl.multiple_of(first + begin, _ALIGNED), size)
-                        there = scratch[last + "rows"].at[slot, pl.ds(begin, size)]
+                        there = rows.at[slot, pl.ds(begin, size)]
                         plgpu.copy_gmem_to_smem(x.at[own, deep], there, loaded)
 
         return jax.lax.fori_loop(0, steps, load_step, slot), following
@@ -950,26 +953,25 @@ def _multiply(
         jax.lax.fori_loop(0, jnp.minimum(count * steps, stages), drain, slot)
 
     def products(*sums, i, slot, is_dense, is_short, store):
-        def step(k, slots, which=""):
-            slot, last = slots
+        def step(k, slots, is_last=False):
+            slot, before = slots
+            rows, weights = last_ring if is_last else ring
             plgpu.barrier_wait(scratch["loaded"].at[slot])
-            weights = scratch[which + "weights"].at[slot]
-            if which:
-                weights = scratch["last_weights"].at[slot, pl.ds(0, width)]
-            weights = weights.T if is_scaled else weights.reshape(depth, parts * width)
+            line = weights.at[slot, pl.ds(0, width)] if is_last else weights.at[slot]
+            operand = line.T if is_scaled else line.reshape(depth, parts * width)
             for turn, own in enumerate(sums):
-                mine = scratch[which + "rows"].at[slot, pl.ds(begin_of(turn), _ROWS)]
-                plgpu.wgmma(own, mine, weights)
+                mine = rows.at[slot, pl.ds(begin_of(turn), _ROWS)]
+                plgpu.wgmma(own, mine, operand)
             plgpu.wgmma_wait(len(sums))  # the products of the step before are done
 
             @pl.when(k > 0)
             def _():
-                plgpu.barrier_arrive(scratch["used"].at[last])
+                plgpu.barrier_arrive(scratch["used"].at[before])
 
             return after(slot), slot
 
         slots = jax.lax.fori_loop(0, steps - is_short, step, (slot, slot))
-        _, last = step(number(steps - 1), slots, "last_") if is_short else slots
+        _, last = step(number(steps - 1), slots, is_last=True) if is_short else slots
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(scratch["used"].at[last])
         if is_scaled:
