@@ -102,7 +102,7 @@ def _described(report: Report, networks: Networks, allow_extra: bool) -> Report:
         stored=shards.tensors,
         scheme=scheme,
         packed=packed,
-        is_held=parsed and functools.partial(networks.is_held, parsed.config),
+        loads_small=parsed and functools.partial(networks.loads_small, parsed.config),
     )
 
 

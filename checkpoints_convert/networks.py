@@ -16,8 +16,8 @@ class Networks:
         config_from_json: `(family, fields)` -> config.
         defaults_from_json: `fields` -> defaults.
         with_d2f_adapter: `defaults` -> the defaults after a D2F adapter is merged.
-        is_held: `(config, key path, whether it is e4m3 with a scale for each output)` -> whether a
-            leaf that is stored in few bits is held in 8.
+        loads_small: `(config, key path, whether it is e4m3 with a scale for each output)` ->
+            whether a leaf that is stored in few bits is held in 8.
     """
 
     parse_config: Callable[..., Any]
@@ -25,4 +25,4 @@ class Networks:
     config_from_json: Callable[[str, Any], Any]
     defaults_from_json: Callable[[Any], Any]
     with_d2f_adapter: Callable[[Any], Any]
-    is_held: Callable[[Any, tuple[str | int, ...], bool], bool]
+    loads_small: Callable[[Any, tuple[str | int, ...], bool], bool]

@@ -42,8 +42,8 @@ class Report:
         factors: The adapter's update of each tensor; empty unless kind is "hf".
         scheme: How the matrices of a quantised folder are stored, or None.
         packed: The matrices that are stored so, by the names that they have in 16 bits.
-        is_held: Of a leaf in `small`, and whether it is in `by_output`: whether loading holds it in
-            8 bits.
+        loads_small: Of a leaf in `small`, and whether it is in `by_output`: whether loading holds
+            it in 8 bits.
     """
 
     source: str
@@ -70,7 +70,7 @@ class Report:
     factors: Mapping[str, Factors] = dataclasses.field(default_factory=dict[str, Factors])
     scheme: Scheme | None = None
     packed: Mapping[str, Packed] = dataclasses.field(default_factory=dict[str, Packed])
-    is_held: Callable[[KeyPath, bool], bool] | None = dataclasses.field(
+    loads_small: Callable[[KeyPath, bool], bool] | None = dataclasses.field(
         default=None, repr=False, compare=False
     )
 
@@ -95,7 +95,11 @@ class Report:
         small, by_output, found = self.small, self.by_output, dict[str, str]()
         for place in self.placements:
             path, how = place.path, "held in 16 bits when loaded"
-            if path in small and self.is_held is not None and self.is_held(path, path in by_output):
+            if (
+                path in small
+                and self.loads_small is not None
+                and self.loads_small(path, path in by_output)
+            ):
                 how = "rounded to fp8 by output when loaded"
                 how = "taken as stored" if path in by_output else how
             if place.name in self.packed:

@@ -58,7 +58,7 @@ class Interrupt:
         self._pending: int | None = None  # the signal that the watching thread waits for
         self._noted = threading.Event()
         self._again_sent: deque[int] = deque()  # signals that are the first one, sent again
-        self._is_held = False
+        self._is_deferring = False
         self._claim = threading.Lock()
         self._restore: list[Callable[[], Any]] = []
 
@@ -88,11 +88,11 @@ class Interrupt:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Inside, signals set a mark and raise nothing; call `check`."""
-        before, self._is_held = self._is_held, True
+        before, self._is_deferring = self._is_deferring, True
         try:
             yield
         finally:
-            self._is_held = before
+            self._is_deferring = before
 
     def check(self) -> None:
         """Raise `Interrupted` if a signal arrived."""
@@ -123,7 +123,7 @@ class Interrupt:
 
     def _mark(self, number: int, frame: FrameType | None) -> None:
         self._number = number
-        if self._is_held:
+        if self._is_deferring:
             return
         if not _is_lost(frame):
             raise Interrupted(number)

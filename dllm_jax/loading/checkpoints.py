@@ -37,9 +37,9 @@ from dllm_jax.models.quantization import (
     HEAD,
     STORED,
     input_axes,
-    is_held,
     quantized,
     quantized_head,
+    stays_small,
     unsupported,
 )
 from dllm_jax.strategies.diffusion_gemma import DiffusionGemma
@@ -63,8 +63,8 @@ def _param_shapes(cfg: Any, dtype: Any) -> Any:
     return arch_of(cfg).param_shapes(cfg, dtype)
 
 
-def _is_held(cfg: Any, path: KeyPath, is_by_output: bool) -> bool:
-    return unsupported(cfg) is None and is_held(path, is_by_output)
+def _loads_small(cfg: Any, path: KeyPath, is_by_output: bool) -> bool:
+    return unsupported(cfg) is None and stays_small(path, is_by_output)
 
 
 def _parse_config(*files: Any, name: str) -> Parsed:
@@ -84,7 +84,7 @@ _NETWORKS = Networks(
     config_from_json=config_from_json,
     defaults_from_json=defaults_from_json,
     with_d2f_adapter=with_d2f_adapter,
-    is_held=_is_held,
+    loads_small=_loads_small,
 )
 
 
@@ -149,7 +149,7 @@ def _forms(report: Report, passes: Callable[[KeyPath], bool] | None) -> dict[Key
     """The leaves that are taken as they are stored."""
     if passes is None or not report.packed:
         return {}
-    paths = [path for path in report.by_output if is_held(path, True) and passes(path)]
+    paths = [path for path in report.by_output if stays_small(path, True) and passes(path)]
     shapes = report.shapes_in(np.float32)
     return {path: _form(path, find(shapes, path).shape) for path in paths}
 

@@ -35,7 +35,7 @@ STORED = frozenset({*_INPUTS, "experts_gate_up", "experts_down"})  # all that ar
 HEAD = "lm_head"
 
 
-def is_held(path: tuple[Any, ...], is_by_output: bool) -> bool:
+def stays_small(path: tuple[Any, ...], is_by_output: bool) -> bool:
     """Whether a leaf that a folder stores in few bits is held in 8.
 
     Args:
