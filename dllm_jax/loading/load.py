@@ -202,31 +202,53 @@ def _from_folder(
         source=source,
         tokenizer_source=tokenizer,
     )
-    if split is None:
-        # A CPU has nothing to overlap, and would compile a program for each shape.
-        how = {"keep": _one_by_one(config, is_small), "as_stored": jax.default_backend() != "cpu"}
-    else:
+    keep, cut = _one_by_one(config, is_small, split), split and split.rows
+    if split is not None:
         _require_shareable(model)
-        how = {"keep": partial(_kept, split, config, is_small), "cut": split.rows}
+    # A CPU has nothing to overlap, and would compile a program for each shape.
+    as_stored = split is None and jax.default_backend() != "cpu"
     params, _ = checkpoints.load_params(
-        folder, target, progress, lora=adapter, passes=is_small, **how
+        folder,
+        target,
+        progress,
+        lora=adapter,
+        keep=keep,
+        cut=cut,
+        passes=is_small,
+        as_stored=as_stored,
     )
     for note in (*report.notes, *further):
         warnings.warn(f"{source}: {note}", stacklevel=3)
     return model.replace(params=params, split=split)
 
 
-def _one_by_one(config: Any, is_small: Callable[[Any], bool]) -> Callable[..., Any]:
-    """Puts leaves on the default device; while one is copied there, the next is read."""
+def _one_by_one(
+    config: Any, is_small: Callable[[Any], bool], split: Split | None
+) -> Callable[..., Any]:
+    """Puts leaves on their devices; while one is copied there, the next is read."""
     under_way: list[Any] = []
 
-    def keep(path: tuple[Any, ...], leaf: Any) -> Any:
+    def settled(read: Any) -> Any:
+        """What was read, a whole leaf or rows of one, when the leaf before it is there."""
+        if not isinstance(read, np.ndarray):  # `map` lets go of rows before the next are read
+            return map(settled, read)
         jax.block_until_ready(under_way)  # before another takes memory in 16 bits
         under_way.clear()
+        return read
+
+    def put(path: tuple[Any, ...], leaf: Any) -> jax.Array:
+        if split is None:
+            return _put(leaf)
+        is_whole = isinstance(leaf, np.ndarray)
+        return split.put(path, leaf, config) if is_whole else split.put_rows(path, leaf)
+
+    def keep(path: tuple[Any, ...], leaf: Any) -> Any:
         if isinstance(leaf, Scaled):
-            placed = _put_stored(path, leaf, config, None)
+            leaf = dataclasses.replace(leaf, values=settled(leaf.values))
+            placed = _put_stored(path, leaf, config, split)
         else:
-            placed = quantized(path, _put(leaf)) if is_small(path) else _put(leaf)
+            placed = put(path, settled(leaf))
+            placed = quantized(path, placed, split) if is_small(path) else placed
         under_way.append(placed)
         return placed
 
@@ -261,7 +283,7 @@ def _put_stored(path: tuple[Any, ...], leaf: Scaled, config: Any, split: Split |
         scales = split.put(of_scales, leaf.scales, config)
         if isinstance(leaf.values, np.ndarray):
             values = split.put(of_values, fill(leaf.values), config)
-        else:  # `map` lets go of a part before the next is read
+        else:
             values = split.put_rows(of_values, map(fill, leaf.values))
     return as_stored(name, values, scales, depth, split)
 
@@ -270,16 +292,6 @@ def _filled(rows: np.ndarray, width: int) -> np.ndarray:
     """Rows with zeros behind them."""
     missing = width - rows.shape[-1]
     return np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, missing)]) if missing else rows
-
-
-def _kept(
-    split: Split, config: Any, is_small: Callable[[Any], bool], path: tuple[Any, ...], leaf: Any
-) -> Any:
-    if isinstance(leaf, Scaled):
-        return jax.block_until_ready(_put_stored(path, leaf, config, split))
-    is_whole = isinstance(leaf, np.ndarray)
-    leaf = split.put(path, leaf, config) if is_whole else split.put_rows(path, leaf)
-    return jax.block_until_ready(quantized(path, leaf, split)) if is_small(path) else leaf
 
 
 def place(model: Model, split: Split) -> Model:
@@ -366,7 +378,9 @@ def _random(
 
     def drawn(index: int, path: tuple[Any, ...], leaf: Any) -> Any:
         drawn = _random_leaf(index, path, leaf)
-        placed = drawn if split is None else split.put(path, drawn, parsed.config)
+        placed = drawn
+        if split is not None:
+            placed = jax.block_until_ready(split.put(path, drawn, parsed.config))
         return quantized(path, placed, split) if quantization == "fp8" else placed
 
     params = jax.tree.unflatten(tree, [drawn(i, *leaf) for i, leaf in enumerate(leaves)])

@@ -100,24 +100,24 @@ class Split:
             cfg: Its config.
         """
         leaves, tree = jax.tree_util.tree_flatten_with_path(params)
-        return jax.tree.unflatten(tree, [self.put(path, leaf, cfg) for path, leaf in leaves])
+        placed = [jax.block_until_ready(self.put(path, leaf, cfg)) for path, leaf in leaves]
+        return jax.tree.unflatten(tree, placed)
 
     def put(self, path: Any, leaf: Any, cfg: Any) -> Array:
-        """The leaf at a key path on the devices."""
+        """The leaf at a key path on the devices, which it may be on its way to."""
         whole = fitted_leaf(path, leaf, cfg, self.num_parts)
         sharding = NamedSharding(self.mesh, self._spec(path))
         if not sharding.is_fully_addressable:
             whole = np.asarray(whole)
         if not isinstance(whole, np.ndarray):
-            return jax.block_until_ready(jax.device_put(whole, sharding))
+            return jax.device_put(whole, sharding)
         # A CPU device would share the memory of a NumPy array.
         keeps = self.mesh.devices.flat[0].platform == "cpu"
 
         def part(index: Any) -> Any:
             return np.array(whole[index]) if keeps else whole[index]
 
-        made = jax.make_array_from_callback(whole.shape, sharding, part)
-        return jax.block_until_ready(made)
+        return jax.make_array_from_callback(whole.shape, sharding, part)
 
     def rows(self, path: Any, shape: tuple[int, ...]) -> list[tuple[int, int]] | None:
         """The rows [first, end) of each device's part of experts or ids; None for other leaves."""
@@ -129,7 +129,11 @@ class Split:
         return [(min(first, shape[0]), min(first + each, shape[0])) for first in starts]
 
     def put_rows(self, path: Any, parts: Iterable[np.ndarray]) -> Array:
-        """A leaf on the devices from their `rows`, of which one part at a time is in memory."""
+        """A leaf on the devices from their `rows`.
+
+        While one part is copied the next is read, and the host holds no other. The last one may be
+        on its way.
+        """
         placed: list[Array] = []
         each, sharding = 0, NamedSharding(self.mesh, self._spec(path))
         devices = iter(self.mesh.devices.flat)  # `zip` would hold a part while the next is read
@@ -141,7 +145,8 @@ class Split:
                 own = np.array(part) if device.platform == "cpu" else part
                 behind = [(0, each - len(part)), *[(0, 0)] * (part.ndim - 1)]
                 own = np.pad(own, behind) if len(part) < each else own
-                placed.append(jax.block_until_ready(jax.device_put(own, device)))
+                jax.block_until_ready(placed[-1:])
+                placed.append(jax.device_put(own, device))
                 del own
             del part
         shape = each * self.num_parts, *placed[0].shape[1:]

@@ -90,14 +90,32 @@ def test_a_device_holds_its_part_alone():
 
 
 @pytest.mark.parametrize("kind", ["published", "converted"])
-def test_a_folder_is_read_leaf_by_leaf_onto_devices(kind, random_folder, tmp_path):
+def test_a_folder_is_read_leaf_by_leaf_onto_devices(kind, random_folder, tmp_path, monkeypatch):
     folder = (
         random_folder
         if kind == "published"
         else convert(random_folder, tmp_path / "folder", "float32")
     )
     split, reported, leaves = over_devices(4), [], []
-    found = dj.load(folder, "float32", mesh=split, progress=lambda *sizes: reported.append(sizes))
+    events, read, wait = [], copying.copy_all, jax.block_until_ready
+
+    def copied(*args):
+        events.append("read")
+        return read(*args)
+
+    def waited(given):
+        events.extend(["wait"] * bool(given))
+        return wait(given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copying, "copy_all", copied)
+        patch.setattr(jax, "block_until_ready", waited)
+        progress = lambda *sizes: reported.append(sizes)  # noqa: E731
+        found = dj.load(folder, "float32", mesh=split, progress=progress)
+    # While a leaf, or a device's part of one, is copied, the next is read.
+    count = events.count("read")
+    assert count > len(jax.tree.leaves(found.params))
+    assert events == ["read", *["read", "wait"] * (count - 1)]
     wanted = place(dj.load(folder, "float32"), split)
     assert found.split == wanted.split == split
     for a, b in zip(jax.tree.leaves(found.params), jax.tree.leaves(wanted.params), strict=True):
