@@ -68,13 +68,13 @@ def test_logits_are_near_those_of_the_weights_as_they_were(plain, model):
 def test_one_tensor_at_a_time_is_on_the_device_beside_the_result(random_folder, monkeypatch):
     seen = []
 
-    def watched(path, leaf):
+    def watched(path, leaf, split):
         name = path[-1]
         if name in MATRICES:
             shapes = {leaf.shape for leaf in tree.values()}
             live = [a for a in jax.live_arrays() if a.dtype == leaf.dtype and a.shape in shapes]
             seen.append(len(live) - before)
-        return quantized(path, leaf)
+        return quantized(path, leaf, split)
 
     plain = dj.load(random_folder)
     tree = {name: plain.params["layers"][0][name] for name in MATRICES}
