@@ -71,7 +71,7 @@ def _described(report: Report, networks: Networks, allow_extra: bool) -> Report:
     notes = [*(parsed.notes if parsed else ()), *shards.notes]
     known = len(problems)
     scheme, packed = _unpack(folder, shards, problems)
-    small = quantised(shards.tensors)
+    small = quantised(shards.tensors, scheme is not None)
     problems += small if len(problems) == known else []  # one line is enough
     places: tuple[Placement, ...] = ()
     if param_shapes is not None and (text := _too_many(param_shapes(np.float32), shards.tensors)):

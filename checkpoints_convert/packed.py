@@ -193,7 +193,11 @@ def read_scheme(folder: Path, config: Mapping[str, Any]) -> Scheme | None:
     Raises:
         ValueError: In a way that is not supported.
     """
-    said = next((json_object(config[key]) for key in KEYS if config.get(key)), None)
+    key = next((key for key in KEYS if config.get(key)), None)
+    if key is not None and not isinstance(config[key], dict):
+        rule = "it must be an object that says how"
+        raise ValueError(_refusal(f"{key}={config[key]!r}", rule))
+    said = None if key is None else json_object(config[key])
     if said is None:
         if not (folder / MODELOPT).is_file():
             return None
@@ -235,7 +239,10 @@ def _compressed(said: Mapping[str, Any]) -> Scheme:
     weights = [json_object(json_object(group).get("weights")) for group in groups.values()]
     said_of = [json_object(group).get("format") or said.get("format") for group in groups.values()]
     held = list(zip(said_of, weights, strict=True))
-    if not held or any(one != held[0] for one in held):
+    if not held:
+        rule = "it must be an object of groups, with the weights of each"
+        raise ValueError(_refusal(f"config_groups={said.get('config_groups')!r}", rule))
+    if any(one != held[0] for one in held):
         rule = "all matrices must be stored alike"
         raise ValueError(_refusal(f"{len(held)} config_groups of different weights", rule))
     format, weights = held[0]
@@ -283,8 +290,9 @@ def _compressed(said: Mapping[str, Any]) -> Scheme:
             is_divided=True,
             ignored=ignored,
         )
-    rule = "use float-quantized, pack-quantized or nvfp4-pack-quantized"
-    raise ValueError(_refusal(f"compressed-tensors format={format!r}", rule))
+    rule = "use float-quantized of floats, pack-quantized of ints, or nvfp4-pack-quantized"
+    what = f"compressed-tensors format={format!r} of type={kind!r}"
+    raise ValueError(_refusal(what, rule))
 
 
 def _block(value: Any) -> tuple[int, int]:

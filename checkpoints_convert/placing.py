@@ -143,18 +143,19 @@ def _require_free(dst: Path, force: bool) -> None:
     """Refuse a `dst` that exists, unless it is empty or a converted folder, and `force` is set."""
     if not dst.exists():
         return
-    if not force:
-        raise FileExistsError(
-            f"{str(dst)!r} exists already; choose another destination, or replace it with "
-            "force=True (--force)"
-        )
     is_ours = False
     with contextlib.suppress(OSError, ValueError):
         is_ours = read_json(dst / META).get("format") == FORMAT
     if not is_ours and not (dst.is_dir() and not any(dst.iterdir())):
         raise FileExistsError(
-            f"{str(dst)!r} is no converted folder (no {META} of {FORMAT}) and not empty, and only "
-            "those are replaced by force=True (--force); choose another destination"
+            f"{str(dst)!r} exists already and is no converted folder (no {META} of {FORMAT}), and "
+            "only those are replaced by force=True (--force); choose another destination, or "
+            "delete it"
+        )
+    if not force:
+        raise FileExistsError(
+            f"{str(dst)!r} exists already; choose another destination, or replace it with "
+            "force=True (--force)"
         )
 
 

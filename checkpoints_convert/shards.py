@@ -37,6 +37,7 @@ _PIECES = {
     ".quant_map": "bitsandbytes",
     ".SCB": "bitsandbytes",
 }
+_READ = ("fp8, blockwise", "fp8", "compressed-tensors", "GPTQ", "GPTQ or AWQ")  # if told how
 _SMALL_TYPES = ("F8_", "F4", "F6_", "I8", "U8")
 
 
@@ -85,8 +86,12 @@ def read_shards(folder: Path) -> Shards:
     return shards
 
 
-def quantised(tensors: Mapping[str, Stored]) -> list[str]:
-    """A problem for each quantisation method, recognised by the names and types of tensors."""
+def quantised(tensors: Mapping[str, Stored], is_told: bool) -> list[str]:
+    """A problem for each quantisation method, recognised by the names and types of tensors.
+
+    Args:
+        is_told: The config says how matrices are stored, and these are none of them.
+    """
     found: dict[str, list[str]] = {}
     for name, tensor in tensors.items():
         method = next((m for piece, m in _PIECES.items() if piece in name), None)
@@ -94,11 +99,14 @@ def quantised(tensors: Mapping[str, Stored]) -> list[str]:
             method = "fp8" if tensor.dtype.startswith("F8_") else tensor.dtype
         if method is not None:
             found.setdefault(method, []).append(f"{name} ({tensor.dtype})")
-    return [
-        f"the weights are quantised ({method}), which is not supported; use the bfloat16 "
-        f"checkpoint: {listed(names)}"
-        for method, names in found.items()
-    ]
+    problems: list[str] = []
+    for method, names in found.items():
+        what, remedy = "which is not supported", "use the bfloat16 checkpoint"
+        if not is_told and method in _READ:
+            what = "and config.json has no quantization_config, which would say how"
+            remedy = f"download it again, or {remedy}"
+        problems.append(f"the weights are quantised ({method}), {what}; {remedy}: {listed(names)}")
+    return problems
 
 
 def open_tensors(path: Path) -> Any:

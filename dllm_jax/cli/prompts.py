@@ -20,12 +20,11 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         UsageError: Given twice or not at all, or empty, or to a model that reads no text.
         ValueError: A file that is not there or not UTF-8.
     """
-    if args.model.startswith(
-        "random:"
-    ):  # refused before its weights are drawn, which takes minutes
+    # Refused before its weights are drawn, which takes minutes.
+    if args.model.startswith("random:") and args.tokenizer is None:
         raise UsageError(
-            f"model {args.model!r} has no tokenizer to read text with; use dj.generate with token "
-            "ids, or `dllm-jax bench`"
+            f"model {args.model!r} has no tokenizer to read text with; give one of its family "
+            "(--tokenizer), use dj.generate with token ids, or `dllm-jax bench`"
         )
     if args.prompt is not None and args.prompt_file is not None:
         raise UsageError("both PROMPT and --prompt-file are given; give one of them")

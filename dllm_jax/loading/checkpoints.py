@@ -224,7 +224,9 @@ def _require_writable(report: Report, quantize: str | None, quantize_head: bool)
     if not quantize_head:
         return
     if quantize is None:
-        raise ValueError("quantize_head=True is for a folder in 8 bits; give quantize='fp8' too")
+        raise ValueError(
+            "quantize_head=True is for a folder in 8 bits; give quantize='fp8' (--quantize fp8) too"
+        )
     config, _ = report.require_ok()
     if reason := unsupported(config):
         raise ValueError(f"quantize_head=True of {report.source!r}: {reason}; leave it out")

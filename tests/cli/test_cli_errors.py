@@ -331,7 +331,9 @@ def test_stdin_that_is_closed(fails, monkeypatch):
 def test_a_random_model_reads_no_text(fails, monkeypatch, verb):
     monkeypatch.setattr("dllm_jax.cli.sources.load_model", lambda _: pytest.fail("it was made"))
     message = fails(2, verb, PROMPT, "--model", "random:JetLM/SDAR-1.7B-Chat")
-    assert "has no tokenizer to read text with; use dj.generate with token ids" in message
+    assert (
+        "has no tokenizer to read text with; give one of its family (--tokenizer), use" in message
+    )
 
 
 def test_prompt_file_that_is_not_there(fails, tmp_path):
@@ -415,7 +417,7 @@ def test_model_without_tokenizer(fails, random_folder, tmp_path):
     bare = tmp_path / "bare"
     shutil.copytree(random_folder, bare, ignore=shutil.ignore_patterns("token*", "special*"))
     message = fails(1, "generate", PROMPT, "--model", str(bare))
-    assert "has no tokenizer to read text with; use dj.generate" in message
+    assert "has no tokenizer to read text with; " in message
 
 
 def test_watch_wants_one_prompt(fails):

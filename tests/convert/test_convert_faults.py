@@ -133,17 +133,17 @@ def check(folder, words):
     (
         "GPTQ names",
         edited(lambda t: t.update({Q0.replace("weight", "qweight"): np.zeros(4, np.int32)})),
-        "quantised (GPTQ or AWQ), which is not supported; use the bfloat16 checkpoint",
+        "quantised (GPTQ or AWQ), and config.json has no quantization_config",
     ),
     (
         "fp8 scale",
         edited(lambda t: t.update({Q0 + "_scale_inv": np.ones(4, np.float32)})),
-        f"quantised (fp8, blockwise), which is not supported; use the bfloat16 checkpoint: {Q0}_",
+        ("quantised (fp8, blockwise), and config.json has no", f"bfloat16 checkpoint: {Q0}_"),
     ),
     (
         "fp8 types",
         edited(lambda t: put(t, UP1, lambda x: x.astype(ml_dtypes.float8_e4m3fn))),
-        f"quantised (fp8), which is not supported; use the bfloat16 checkpoint: {UP1} (F8_E4M3)",
+        ("quantised (fp8), and config.json has no", f"bfloat16 checkpoint: {UP1} (F8_E4M3)"),
     ),
     (
         "bitsandbytes",

@@ -172,6 +172,9 @@ GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strat
     [
         ({"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes'"),
         ({"quant_method": ["fp8"]}, "quant_method=['fp8']"),
+        ("fp8", "quantization_config='fp8'"),
+        ({"config_groups": [1]}, "config_groups=[1]"),
+        ({"format": "float-quantized", "config_groups": {"a": {"weights": None}}}, "of type=None"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "3 bits"),
         ({"quant_method": "gptq", "bits": 4, "group_size": "x"}, "group_size='x'"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size=0"),
@@ -182,7 +185,7 @@ GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strat
         ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "quant_algo='W4A8'"),
         (
             {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-            "0 config_groups of different weights",
+            "config_groups=None",
         ),
         (
             {
@@ -325,7 +328,7 @@ def test_numbers_stored_by_output_are_those_that_run(form, random_folder, tmp_pa
     if form == "whole":
         said = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
     rewrite(to, said, lambda tensors, names: as_fp8(tensors, names, **how))
-    monkeypatch.setattr(loading, "quantized", lambda path, leaf: leaf)  # 16 bits would stay so
+    monkeypatch.setattr(loading, "quantized", lambda _, leaf, split: leaf)  # 16 bits would stay
     model = dj.load(to)
     assert model.quantization == "fp8"
     layers = zip(model.params["layers"], fused(to, model.config), strict=True)
@@ -448,6 +451,9 @@ def test_a_folder_that_says_so_without_such_tensors_is_refused(random_folder, tm
 
 def test_one_cause_is_one_line(folder):
     config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {}}))
+    (problem,) = inspect(folder).problems
+    assert "quantised (fp8), and config.json has no quantization_config, which would" in problem
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["strategy"] = "token"
     (folder / "config.json").write_text(json.dumps(config))
     (problem,) = inspect(folder).problems
@@ -565,12 +571,12 @@ def test_what_cannot_be_written_in_8_bits_is_refused(random_folder, tmp_path):
         convert(ours, tmp_path / "eight", quantize="fp8")
     with pytest.raises(ValueError, match="quantize='int8' is not supported; use fp8"):
         convert(random_folder, tmp_path / "eight", quantize="int8")
-    with pytest.raises(ValueError, match="give quantize='fp8' too"):
+    with pytest.raises(ValueError, match=r"give quantize='fp8' \(--quantize fp8\) too"):
         convert(random_folder, tmp_path / "eight", quantize_head=True)
     tied = write_canvas(tmp_path / "tied")
     with pytest.raises(ValueError, match=r"its head is its embedding.* when the folder is loaded"):
         convert(tied, tmp_path / "eight", quantize="fp8", quantize_head=True)
-    with pytest.raises(ValueError, match="give quantize='fp8' too"):
+    with pytest.raises(ValueError, match=r"give quantize='fp8' \(--quantize fp8\) too"):
         plan(inspect(random_folder), quantize_head=True)
     assert not (tmp_path / "eight").exists()
 
@@ -614,6 +620,8 @@ def test_the_command_line_writes_and_refuses(random_folder, tmp_path, capsys):
     assert main(argv) == 0
     assert main(["inspect", to]) == 0
     assert "14 matrices of 8 bits" in capsys.readouterr().out
-    assert main(["convert", str(random_folder), to, "--quantize", "fp8", "--force"]) == 1
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
+    for force in ([], ["--force"]):
+        assert main([*argv, *force]) == 1
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert "exists already and is no converted folder" in error
