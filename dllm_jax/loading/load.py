@@ -110,18 +110,16 @@ def load(
                 raise LoadError(
                     f"{name}={short_repr(value)}: the weights of {source!r} are drawn; leave it out"
                 )
-        model = _spelt(_random(source, dtype, quantization, split), tokenizer)
+        model = _random(source, dtype, quantization, split, tokenizer)
         return _in_8_bits(model, kv_cache_dtype, quantize_head)
     adapter = None if lora is None else find_adapter(lora)  # small: an error in it comes first
     folder = find_folder(source, revision)
-    if tokenizer is not None:
-        find_tokenizer(tokenizer)  # an error in it comes before the weights are read
-    model = _from_folder(folder, source, dtype, adapter, progress, quantization, split)
-    return _in_8_bits(_spelt(model, tokenizer), kv_cache_dtype, quantize_head)
+    model = _from_folder(folder, source, dtype, adapter, progress, quantization, split, tokenizer)
+    return _in_8_bits(model, kv_cache_dtype, quantize_head)
 
 
 def _spelt(model: Model, tokenizer: str | os.PathLike[str] | None) -> Model:
-    """The model with another tokenizer."""
+    """The model, which has no weights yet, with another tokenizer."""
     if tokenizer is None:
         return model
     folder = find_tokenizer(tokenizer)
@@ -186,6 +184,7 @@ def _from_folder(
     progress: Callable[[int, int], None] | None,
     quantization: Quantization | None,
     split: Split | None,
+    other_tokenizer: str | os.PathLike[str] | None,
 ) -> Model:
     target = "float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
     report = checkpoints.inspect(folder, lora=adapter)
@@ -202,6 +201,7 @@ def _from_folder(
         source=source,
         tokenizer_source=tokenizer,
     )
+    model = _spelt(model, other_tokenizer)
     keep, cut = _one_by_one(config, is_small, split), split and split.rows
     if split is not None:
         _require_shareable(model)
@@ -354,7 +354,11 @@ def _require_supported(source: str, config: Any) -> None:
 
 
 def _random(
-    source: str, dtype: str, quantization: Quantization | None, split: Split | None
+    source: str,
+    dtype: str,
+    quantization: Quantization | None,
+    split: Split | None,
+    tokenizer: str | os.PathLike[str] | None,
 ) -> Model:
     name = source.removeprefix("random:")
     if name not in PUBLISHED:
@@ -372,6 +376,7 @@ def _random(
         defaults=parsed.defaults,
         source=source,
     )
+    model = _spelt(model, tokenizer)
     if split is not None:
         _require_shareable(model)
     leaves, tree = jax.tree.flatten_with_path(shapes)
