@@ -7,11 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from dllm_jax.kernels import kv_write
+from dllm_jax.kernels.kv_write import fp8
 from dllm_jax.models.sharding import Split, num_local
 
 PAGE_SIZE = 64  # one K tile of 64 x 128 is 16 KB
 
-# K and V of each layer, [P G Z H].
+# K and V of each layer, [P G Z H]; V of 8 bits is [P G H Z].
 Pool = tuple[tuple[Array, Array], ...]
 
 
@@ -24,12 +25,14 @@ def new_pool(
         split: The devices that share the model; the pool is then one device's.
     """
 
-    def empty(layer: int) -> Array:
+    def empty(layer: int) -> tuple[Array, Array]:
         heads, size = cfg.heads(layer)
-        pages = jnp.zeros((num_pages, num_local(heads, split), page_size, size), dtype)
-        return pages if split is None else jax.lax.pcast(pages, (split.axis,), to="varying")
+        keys = jnp.zeros((num_pages, num_local(heads, split), page_size, size), dtype)
+        if split is not None:
+            keys = jax.lax.pcast(keys, (split.axis,), to="varying")
+        return keys, jnp.zeros_like(keys.mT if fp8.is_token_last(keys) else keys)
 
-    return tuple((empty(i), empty(i)) for i in range(cfg.num_layers))
+    return tuple(empty(i) for i in range(cfg.num_layers))
 
 
 def page_slots(
@@ -58,9 +61,4 @@ def write_rows(
     slots: tuple[Int[Array, " BT"], Int[Array, " BT"]],
 ) -> Pool:
     """The pool with K and V rows [B T G H] of every layer at `slots` (from `page_slots`)."""
-    pages = kv_write.write_rows(
-        tuple(leaf for pair in pool for leaf in pair),
-        tuple(leaf for pair in rows for leaf in pair),
-        *slots,
-    )
-    return tuple((pages[2 * i], pages[2 * i + 1]) for i in range(len(pool)))
+    return kv_write.write_rows(pool, rows, *slots)

@@ -3,49 +3,52 @@
 Letters: M rows, G KV heads, H head size, P pages in the pool, Z page size.
 """
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from jaxtyping import Array, Float, Int
 
 from .. import dispatch
 from ..dispatch import BackEnd
-from . import mosaic, reference, triton
+from . import fp8, mosaic, reference, triton
 
 Implementation = Literal["xla", "triton", "mosaic"]
+Keys: TypeAlias = Float[Array, "P G Z H"]
+Values: TypeAlias = Float[Array, "P G Z H"] | Float[Array, "P G H Z"]  # `fp8.is_token_last`
+Rows: TypeAlias = Float[Array, "*M G H"]
 
 
 def write_rows(
-    pages: tuple[Float[Array, "P G Z H"], ...],
-    rows: tuple[Float[Array, "*M G H"], ...],
+    pages: tuple[tuple[Keys, Values], ...],
+    rows: tuple[tuple[Rows, Rows], ...],
     page: Int[Array, " M"],
     offset: Int[Array, " M"],
     *,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "P G Z H"], ...]:
+) -> tuple[tuple[Keys, Values], ...]:
     """Write each row to its page; a donated array of pages is updated in place.
 
     Args:
         pages, rows: The keys and the values of every layer. Layers may differ in shape: those of
-            one shape are written together.
+            one shape are written together. Values of 8 bits are token-last.
         page, offset: Where each row goes, the same in all arrays. Places are distinct and pages
             not negative: back ends differ there. A row whose page is P or more is dropped.
         implementation: "xla" (any device), "triton" (NVIDIA GPU), "mosaic" (Hopper, jax 0.11), or
             None for the fastest.
 
     Returns:
-        The arrays of pages.
+        The pages.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
-    for i, mine in enumerate(pages):
-        groups.setdefault(mine.shape, []).append(i)
-    written: dict[int, Array] = {}
+    for i, (keys, _) in enumerate(pages):
+        groups.setdefault(keys.shape, []).append(i)
+    written: dict[int, tuple[Array, Array]] = {}
     for group in groups.values():
-        mine, new = (tuple(leaves[i] for i in group) for leaves in (pages, rows))
+        mine, new = (tuple(x for i in group for x in pairs[i]) for pairs in (pages, rows))
         out = _write_alike(mine, new, page, offset, implementation)
-        written.update(zip(group, out, strict=True))
+        written.update(zip(group, zip(out[::2], out[1::2], strict=True), strict=True))
     return tuple(written[i] for i in range(len(pages)))
 
 
@@ -56,15 +59,16 @@ def _write_alike(
     offset: Array,
     implementation: Implementation | None,
 ) -> tuple[Array, ...]:
-    """The same for pages of one shape."""
+    """The same for layers of one shape, keys and values in turns."""
+    token_last = (False, fp8.is_token_last(pages[1])) * (len(pages) // 2)
     # Triton was faster at every size measured: 32 to 1024 rows of 16 bits
     # (benchmarks/results/layer_h200.json); 8 bits take the same launch. Mosaic's form is right on
     # an H200, 35 us where Triton's takes 44 (LLaDA2-mini, 32 rows; kv_write_h200.json), but it ran
     # in no whole program, each of which takes 0.4 to 1.2 s longer to lower.
     is_short = pages[0].dtype.itemsize <= 2
     back_ends = {
-        "mosaic": BackEnd(mosaic.write_rows, mosaic.unsupported(pages, page), False),
-        "triton": BackEnd(triton.write_rows, triton.unsupported(pages, page), is_short),
+        "mosaic": BackEnd(mosaic.write_rows, mosaic.unsupported(pages, page, token_last), False),
+        "triton": BackEnd(triton.write_rows, triton.unsupported(pages, page, token_last), is_short),
         "xla": BackEnd(reference.write_rows),
     }
-    return dispatch.run(implementation, back_ends, pages, rows, page, offset)
+    return dispatch.run(implementation, back_ends, pages, rows, page, offset, token_last)

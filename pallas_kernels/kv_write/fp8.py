@@ -3,7 +3,13 @@
 A power of two, so that scaling loses nothing and only the rounding to three bits of mantissa does.
 A row becomes the same numbers wherever and whenever it is computed, since nothing else is looked
 at.
+
+In 8 bits a page of values holds its tokens side by side, [P G H Z], where all others are [P G Z H]:
+tensor cores take 8-bit operands only with what is summed over side by side, and weighted values are
+summed over tokens.
 """
+
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -11,6 +17,16 @@ from jaxtyping import Array, Float
 DTYPE = jnp.float8_e4m3fn
 LARGEST = float(jnp.finfo(DTYPE).max)  # 448
 _LEAST, _MOST = 2.0**-60, 2.0**60  # scales whose inverses, and products with a row, are finite
+
+
+def is_token_last(v_pages: Any) -> bool:
+    """Whether a pool of values is [P G H Z] and not [P G Z H], as pools of keys always are."""
+    return v_pages.dtype.itemsize == 1
+
+
+def by_token(v_pages: Array) -> Array:
+    """Pages of values, or some that were gathered, as pages of keys lie: [... Z H]."""
+    return v_pages.swapaxes(-2, -1) if is_token_last(v_pages) else v_pages
 
 
 def scales_of(largest: Float[Array, " G"]) -> Float[Array, " G"]:

@@ -20,16 +20,20 @@ _LOADS = 64  # of a program: in flight at once
 _OPERANDS = 400  # pointers of a launch; a kernel's arguments fit in 4 KB
 
 
-def unsupported(pages: tuple[Array, ...], page: Array) -> str | None:
+def unsupported(pages: tuple[Array, ...], page: Array, token_last: tuple[bool, ...]) -> str | None:
     """Why this back end cannot write to these pages here, or None."""
-    return hopper.unsupported() or unsupported_arguments(pages, page)
+    return hopper.unsupported() or unsupported_arguments(pages, page, token_last)
 
 
-def unsupported_arguments(pages: tuple[Array, ...], page: Array) -> str | None:
+def unsupported_arguments(
+    pages: tuple[Array, ...], page: Array, token_last: tuple[bool, ...]
+) -> str | None:
     """Why no device can write to these pages, or None."""
     H = pages[0].shape[-1]
     if reason := hopper.unsupported_version():
         return reason
+    if any(token_last):
+        return "needs pages whose numbers of a token lie side by side, not values of 8 bits"
     if not len(page):
         return "needs at least one row"
     if H % _THREADS:
@@ -39,16 +43,18 @@ def unsupported_arguments(pages: tuple[Array, ...], page: Array) -> str | None:
     return None
 
 
-@functools.partial(jax.jit, static_argnames="interpret")
+@functools.partial(jax.jit, static_argnames=("token_last", "interpret"))
 def write_rows(
     pages: tuple[Array, ...],
     rows: tuple[Array, ...],
     page: Array,
     offset: Array,
+    token_last: tuple[bool, ...],
     *,
     interpret: Any = None,
 ) -> tuple[Array, ...]:
     """See `api.write_rows`; `interpret`, an `InterpretGPUParams`, runs it on a CPU, for tests."""
+    del token_last  # none is
     most = _OPERANDS // 2
     written = ()
     for first in range(0, len(pages), most):

@@ -1,17 +1,27 @@
 """The reference: one scatter per array. Any device."""
 
+import functools
+
 import jax
 from jaxtyping import Array
 
 
 def write_rows(
-    pages: tuple[Array, ...], rows: tuple[Array, ...], page: Array, offset: Array
+    pages: tuple[Array, ...],
+    rows: tuple[Array, ...],
+    page: Array,
+    offset: Array,
+    token_last: tuple[bool, ...],
 ) -> tuple[Array, ...]:
-    """See `api.write_rows`."""
-    return tuple(_put(mine, new, page, offset) for mine, new in zip(pages, rows, strict=True))
+    """See `api.write_rows`; an array that is `token_last` is [P G H Z]."""
+    return tuple(
+        _put(mine, new, page, offset, last)
+        for mine, new, last in zip(pages, rows, token_last, strict=True)
+    )
 
 
-@jax.jit  # traced once for layers that are alike
-def _put(mine: Array, new: Array, page: Array, offset: Array) -> Array:
+@functools.partial(jax.jit, static_argnames="is_token_last")  # traced once for layers alike
+def _put(mine: Array, new: Array, page: Array, offset: Array, is_token_last: bool) -> Array:
     flat = new.reshape(-1, *new.shape[-2:]).astype(mine.dtype)
-    return mine.at[page, :, offset].set(flat, mode="drop", unique_indices=True)
+    where = mine.at[page, :, :, offset] if is_token_last else mine.at[page, :, offset]
+    return where.set(flat, mode="drop", unique_indices=True)

@@ -2,6 +2,8 @@
 
 Every array of pages is an operand that is its own result, so nothing is copied. A program takes
 some rows of one KV head and a few of the arrays: all their loads first, then all their stores.
+Where an array is token-last, neighbouring threads store neighbouring rows, which are side by side
+in a page: a store of single bytes then fills sectors of memory together.
 
 JAX has deprecated the Triton kind: no public type names it, and removing it is removing this file.
 """
@@ -17,35 +19,46 @@ from jaxtyping import Array
 from .. import triton_offsets
 
 _ROWS = 8  # of a program
+_BYTE_ROWS = 32  # of a program that writes token-last: a sector
 _ARRAYS = 8  # of a program: loads in flight at once
 _OPERANDS = 400  # pointers of a launch; a kernel's arguments fit in 4 KB
 
 
-def unsupported(pages: tuple[Array, ...], page: Array) -> str | None:
+def unsupported(pages: tuple[Array, ...], page: Array, token_last: tuple[bool, ...]) -> str | None:
     """Why this back end cannot write to these pages here, or None."""
     if jax.default_backend() != "gpu":
         return "needs an NVIDIA GPU"
-    return unsupported_arguments(pages, page)
+    return unsupported_arguments(pages, page, token_last)
 
 
-def unsupported_arguments(pages: tuple[Array, ...], page: Array) -> str | None:
+def unsupported_arguments(
+    pages: tuple[Array, ...], page: Array, token_last: tuple[bool, ...]
+) -> str | None:
     """Why no device can write to these pages, or None."""
-    H = pages[0].shape[-1]
+    sizes = {(*mine.shape[:2], *_sizes(mine, x)) for mine, x in zip(pages, token_last, strict=True)}
+    H = _sizes(pages[0], token_last[0])[1]
     if not len(page):
         return "needs at least one row"
     if H & (H - 1):
         return f"needs a head size that is a power of two, got {H}"
-    if any(mine.shape != pages[0].shape or mine.dtype != pages[0].dtype for mine in pages):
+    if len(sizes) > 1 or any(mine.dtype != pages[0].dtype for mine in pages):
         return "needs pages of one shape and type in every layer"
     return triton_offsets.unsupported(pages[0])
 
 
-@functools.partial(jax.jit, static_argnames="interpret")
+def _sizes(pages: Array, is_token_last: bool) -> tuple[int, int]:
+    """Page size and head size."""
+    one, other = pages.shape[2:]
+    return (other, one) if is_token_last else (one, other)
+
+
+@functools.partial(jax.jit, static_argnames=("token_last", "interpret"))
 def write_rows(
     pages: tuple[Array, ...],
     rows: tuple[Array, ...],
     page: Array,
     offset: Array,
+    token_last: tuple[bool, ...],
     *,
     interpret: bool = False,
 ) -> tuple[Array, ...]:
@@ -53,8 +66,8 @@ def write_rows(
     most = _OPERANDS // 3
     written = ()
     for first in range(0, len(pages), most):
-        mine, new = pages[first : first + most], rows[first : first + most]
-        written += _launch(mine, new, page, offset, interpret)
+        some = slice(first, first + most)
+        written += _launch(pages[some], rows[some], page, offset, token_last[some], interpret)
     return written
 
 
@@ -63,15 +76,18 @@ def _launch(
     rows: tuple[Array, ...],
     page: Array,
     offset: Array,
+    token_last: tuple[bool, ...],
     interpret: bool,
 ) -> tuple[Array, ...]:
     G = pages[0].shape[1]
+    num_rows = _BYTE_ROWS if any(token_last) else _ROWS
+    body = functools.partial(_write_rows, num_rows=num_rows, token_last=token_last)
     flat = [new.reshape(-1, *new.shape[-2:]) for new in rows]
     return tuple(
         pl.pallas_call(
-            functools.partial(_write_rows, num_arrays=len(pages)),
+            body,
             out_shape=[jax.ShapeDtypeStruct(mine.shape, mine.dtype) for mine in pages],
-            grid=(-(-len(page) // _ROWS), G, -(-len(pages) // _ARRAYS)),
+            grid=(-(-len(page) // num_rows), G, -(-len(pages) // _ARRAYS)),
             input_output_aliases={i: i for i in range(len(pages))},
             compiler_params=pltriton.CompilerParams(num_warps=2),
             interpret=interpret,
@@ -79,29 +95,30 @@ def _launch(
     )
 
 
-def _write_rows(*refs, num_arrays: int):
+def _write_rows(*refs, num_rows: int, token_last: tuple[bool, ...]):
     """Write some rows of one head in some of the arrays."""
+    num_arrays = len(token_last)
     rows, (pages, offsets), written = (
         refs[num_arrays : 2 * num_arrays],
         refs[2 * num_arrays : 2 * num_arrays + 2],
         refs[2 * num_arrays + 2 :],
     )
     M, _, H = rows[0].shape
-    shape = (_ROWS, H)
-    row = pl.program_id(0) * _ROWS + jnp.arange(_ROWS, dtype=jnp.int32)
+    row = pl.program_id(0) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
     there = row < M
     page = pltriton.load(pages.at[row], mask=there, other=-1)
     offset = pltriton.load(offsets.at[row], mask=there, other=0)
     wanted = (page >= 0) & (page < written[0].shape[0])
 
     def spread(x):
-        return jnp.broadcast_to(x[:, None], shape)
+        return jnp.broadcast_to(x[:, None], (num_rows, H))
 
-    group = jnp.broadcast_to(pl.program_id(1), shape)
-    column = jnp.broadcast_to(jnp.arange(H, dtype=jnp.int32)[None, :], shape)
+    group = jnp.broadcast_to(pl.program_id(1), (num_rows, H))
+    column = jnp.broadcast_to(jnp.arange(H, dtype=jnp.int32)[None, :], (num_rows, H))
     source = (spread(row), group, column)
-    target = (spread(page), group, spread(offset), column)
     mask = spread(wanted)
+    target = (spread(page), group, spread(offset), column)
+    across = (spread(page).T, group.T, column.T, spread(offset).T)
 
     for first in range(0, num_arrays, _ARRAYS):
         mine = range(first, min(first + _ARRAYS, num_arrays))
@@ -110,4 +127,8 @@ def _write_rows(*refs, num_arrays: int):
         def _(mine=mine):
             new = [pltriton.load(rows[i].at[source], mask=mask, other=0.0) for i in mine]
             for i, values in zip(mine, new, strict=True):
-                pltriton.store(written[i].at[target], values.astype(written[i].dtype), mask=mask)
+                values = values.astype(written[i].dtype)
+                if token_last[i]:
+                    pltriton.store(written[i].at[across], values.T, mask=mask.T)
+                else:
+                    pltriton.store(written[i].at[target], values, mask=mask)

@@ -40,7 +40,7 @@ def paged_attention(
     k: Float[Array, "B T G H"],
     v: Float[Array, "B T G H"],
     k_pages: Float[Array, "P G Z H"],
-    v_pages: Float[Array, "P G Z H"],
+    v_pages: Float[Array, "P G Z H"] | Float[Array, "P G H Z"],
     page_table: Int[Array, "B C"],
     mask: WindowMask,
     *,
@@ -53,7 +53,8 @@ def paged_attention(
 
     Args:
         q, k, v: Rotated queries and fresh keys and values of the computed rows.
-        k_pages, v_pages: The pools of this layer. They are only read.
+        k_pages, v_pages: The pools of this layer. They are only read. Values of 8 bits, and no
+            others, are [P G H Z] (`kv_write.fp8.is_token_last`).
         page_table: Pages of each sequence in order of position; -1 where there is none.
         mask: Which keys each row sees.
         scale: Factor of the scores; None: one over the root of the head size.

@@ -2,8 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from ..kv_write import fp8
 from .mask import WindowMask, sees
 
 _MAX_HEAD = 128  # cuDNN's forward attention on every architecture it supports
@@ -34,8 +35,9 @@ def attention(
 ) -> Array:
     """See `api.paged_attention`."""
     Z = k_pages.shape[2]
-    keys = jnp.concatenate([_gather_pages(k_pages, page_table), k], axis=1)
-    values = jnp.concatenate([_gather_pages(v_pages, page_table), v], axis=1)
+    cached = [x.at[jnp.maximum(page_table, 0)].get(mode="clip") for x in (k_pages, v_pages)]
+    keys = jnp.concatenate([_in_order(cached[0]), k], axis=1)
+    values = jnp.concatenate([_in_order(fp8.by_token(cached[1])), v], axis=1)
     if kv_scales is not None:  # powers of two: exact in bfloat16, whose range holds the products
         k_scale, v_scale = (own.astype(q.dtype)[None, None, :, None] for own in kv_scales)
         keys, values = keys.astype(q.dtype) * k_scale, values.astype(q.dtype) * v_scale
@@ -45,11 +47,7 @@ def attention(
     )
 
 
-def _gather_pages(
-    pages: Float[Array, "P G Z H"], page_table: Int[Array, "B C"]
-) -> Float[Array, "B CZ G H"]:
+def _in_order(pages: Float[Array, "B C G Z H"]) -> Float[Array, "B CZ G H"]:
     """Cached rows of each sequence in order of position; rows of no page are arbitrary."""
-    B, C = page_table.shape
-    _, G, Z, H = pages.shape
-    found = pages.at[jnp.maximum(page_table, 0)].get(mode="clip")
-    return found.swapaxes(2, 3).reshape(B, C * Z, G, H)
+    B, _, G, _, H = pages.shape
+    return pages.swapaxes(2, 3).reshape(B, -1, G, H)

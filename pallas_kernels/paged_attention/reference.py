@@ -4,8 +4,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
+from ..kv_write import fp8
 from .mask import WindowMask, sees, within_reach
 
 
@@ -26,8 +27,9 @@ def attention(
     B, T, N, H = q.shape
     G, Z = k_pages.shape[1:3]
     mask, page_table = within_reach(mask, page_table, Z)
-    keys = jnp.concatenate([_by_head(k_pages, page_table), k.swapaxes(1, 2)], axis=2)
-    values = jnp.concatenate([_by_head(v_pages, page_table), v.swapaxes(1, 2)], axis=2)
+    cached = [x.at[jnp.maximum(page_table, 0)].get(mode="clip") for x in (k_pages, v_pages)]
+    keys = jnp.concatenate([_by_head(cached[0]), k.swapaxes(1, 2)], axis=2)
+    values = jnp.concatenate([_by_head(fp8.by_token(cached[1])), v.swapaxes(1, 2)], axis=2)
     if kv_scales is not None:  # from 8 bits, which is exact
         keys, values = keys.astype(q.dtype), values.astype(q.dtype)
     visible = sees(mask, page_table, Z)[:, None, None]
@@ -47,9 +49,7 @@ def attention(
     return out.reshape(B, T, N, H)
 
 
-def _by_head(pages: Array, page_table: Array) -> Array:
-    """Cached rows of each sequence, [B G CZ H]: contiguous per head, as the products want them."""
-    B, C = page_table.shape
-    _, G, Z, H = pages.shape
-    found = pages.at[jnp.maximum(page_table, 0)].get(mode="clip")
-    return found.swapaxes(1, 2).reshape(B, G, C * Z, H)
+def _by_head(pages: Float[Array, "B C G Z H"]) -> Float[Array, "B G CZ H"]:
+    """Cached rows of each sequence: contiguous per head, as the products want them."""
+    B, _, G, _, H = pages.shape
+    return pages.swapaxes(1, 2).reshape(B, G, -1, H)

@@ -19,6 +19,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
 from .. import triton_offsets
+from ..kv_write import fp8
 from .mask import WindowMask, facts
 
 _LEAST_SIDE = 16  # of a Triton product, in every dimension
@@ -218,14 +219,18 @@ def _attend(*refs, num_operands, extras, block_size, window, scale, rows, keys, 
 
     def cached(i, carry, masked):
         j = i * keys
-        page = pltriton.load(table.at[b, jax.lax.div(j, jnp.int32(Z))])
-        inside = (jnp.maximum(page, 0), g, pl.ds(jax.lax.rem(j, jnp.int32(Z)), keys))
-        key, value = (pltriton.load(pages.at[*inside, :]) for pages in (k_pages, v_pages))
+        number = pltriton.load(table.at[b, jax.lax.div(j, jnp.int32(Z))])
+        page, tokens = jnp.maximum(number, 0), pl.ds(jax.lax.rem(j, jnp.int32(Z)), keys)
+        key = pltriton.load(k_pages.at[page, g, tokens, :])
+        if fp8.is_token_last(v_pages):
+            value = pltriton.load(v_pages.at[page, g, :, tokens]).astype(mine.dtype).T
+        else:
+            value = pltriton.load(v_pages.at[page, g, tokens, :])
         seen = None
         if masked:
             j += jnp.arange(keys, dtype=jnp.int32)
             stale = (j >= start + first) & (j < start + end)
-            held = (j < context_len) & ~stale & (page >= 0)
+            held = (j < context_len) & ~stale & (number >= 0)
             position = (start + cell)[:, None]
             in_order = (causal == 0) | (j[None, :] <= position)
             seen = held[None, :] & in_order & live[:, None]

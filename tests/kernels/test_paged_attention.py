@@ -35,7 +35,7 @@ BACK_ENDS = [
 ]
 
 
-def case(seed: int, dtype: str, width: int | None = None, block_causal: bool = False):
+def case(seed: int, dtype: str, width: int | None = None, block_causal: bool = False, H: int = H):
     """Random data for every kind of row: no context, partial page, dead slot, past start."""
     rng = np.random.default_rng(seed)
     W = K * S
@@ -65,24 +65,26 @@ def case(seed: int, dtype: str, width: int | None = None, block_causal: bool = F
 
 
 def in_8_bits(data, seed=0):
-    """Queries as they are; keys and values, fresh and cached, in e4m3 with a scale a head."""
+    """Queries as they are; keys and values, fresh and cached, in e4m3 with a scale a head.
+
+    Cached values are token-last.
+    """
     q, *others = data
     heads = others[0].shape[2]
     exponents = np.random.default_rng(seed).integers(-8, -3, (2, heads))
     scales = (2.0**exponents).astype(np.float32)
     rows = [fp8.quantize(x, scales[i % 2]) for i, x in enumerate(others[:2])]
-    pages = [
-        fp8.quantize(x.swapaxes(1, 2), scales[i % 2]).swapaxes(1, 2)
-        for i, x in enumerate(others[2:])
-    ]
-    return [q, *map(np.asarray, (*rows, *pages))], scales
+    k_pages, v_pages = (
+        fp8.quantize(x.swapaxes(1, 2), scales[i]).swapaxes(1, 2) for i, x in enumerate(others[2:])
+    )
+    return [q, *map(np.asarray, (*rows, k_pages, v_pages.swapaxes(2, 3)))], scales
 
 
 def restored(data, scales):
     """The numbers that 8-bit data stands for, as float64."""
     q, k, v, k_pages, v_pages = (np.asarray(x, np.float64) for x in data)
     k_scale, v_scale = (own[:, None] for own in scales.astype(np.float64))
-    pages = k_pages * k_scale[:, None], v_pages * v_scale[:, None]
+    pages = k_pages * k_scale[:, None], v_pages.swapaxes(2, 3) * v_scale[:, None]
     return q, k * k_scale, v * v_scale, *pages
 
 
@@ -111,9 +113,10 @@ def test_paged_attention_matches_numpy(implementation, dtype, width, block_causa
     np.testing.assert_allclose(got[live], want[live], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("size", [H, 2 * H])  # as many numbers as a page has tokens, and more
 @pytest.mark.parametrize(("implementation", "dtype"), BACK_ENDS)
-def test_keys_and_values_of_8_bits_are_what_they_stand_for(implementation, dtype):
-    data, table, mask = case(3, dtype, block_causal=implementation != "xla")
+def test_keys_and_values_of_8_bits_are_what_they_stand_for(implementation, dtype, size):
+    data, table, mask = case(3, dtype, block_causal=implementation != "xla", H=size)
     data, scales = in_8_bits(data)
     got = run(data, table, mask, implementation, kv_scales=jnp.asarray(scales))
     want = oracle.attention(*restored(data, scales), table, mask)

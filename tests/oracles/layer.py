@@ -44,10 +44,11 @@ def rotate_qkv(qkv, bias, q_norm, k_norm, cos, sin, eps):
     return q, k, v
 
 
-def write_rows(pages, rows, page, offset):
-    """Every row that has a page in the pool, one after another."""
+def write_rows(pages, rows, page, offset, token_last):
+    """Every row that has a page in the pool, one after another; `token_last` are [P G H Z]."""
     pages = [np.array(mine) for mine in pages]
-    for mine, new in zip(pages, rows, strict=True):
+    by_token = [x.swapaxes(2, 3) if last else x for x, last in zip(pages, token_last, strict=True)]
+    for mine, new in zip(by_token, rows, strict=True):
         flat = np.asarray(new).reshape(-1, *np.shape(new)[-2:])
         for row, (p, z) in enumerate(zip(page, offset, strict=True)):
             if p < len(mine):
