@@ -158,10 +158,11 @@ def check(widths, rows):
     place = np.arange(9 * 64)[::-1].copy()[:rows]
     page, offset = jnp.asarray(place // 64, jnp.int32), jnp.asarray(place % 64, jnp.int32)
     page = page.at[::5].set(9 + jnp.arange(len(page[::5]), dtype=jnp.int32))
-    want = write_xla.write_rows(pages, new, page, offset)
+    by_token = (False,) * len(pages)
+    want = write_xla.write_rows(pages, new, page, offset, by_token)
     same = jax.tree.map(
         lambda a, b: bool((a == b).all()),
-        write_triton.write_rows(tuple(map(jnp.copy, pages)), new, page, offset),
+        write_triton.write_rows(tuple(map(jnp.copy, pages)), new, page, offset, by_token),
         want,
     )
     found["write_rows"] = 0.0 if all(same) else float("inf")
@@ -293,7 +294,7 @@ def mlp_half(i, carry, layers, norm, last, first="xla"):
 def write_all(i, pages, constants, write):
     """All layers' rows to places that move on from round to round."""
     rows, page, offset = constants
-    return write(pages, rows, (page + i) % len(pages[0]), offset)
+    return write(pages, rows, (page + i) % len(pages[0]), offset, (False,) * len(pages))
 
 
 def chain_jobs(name, w, rows, layers, args):
@@ -464,7 +465,7 @@ def interpret():
         for name in names:
             setattr(module, name, functools.partial(getattr(module, name), interpret=True))
     triton.unsupported_type = lambda x: None
-    write_triton.unsupported = lambda pages, page: None
+    write_triton.unsupported = lambda pages, page, token_last: None
     api.choose_tiling = lambda x, w: TINY_TILES[0]
 
 

@@ -24,11 +24,6 @@ def is_token_last(v_pages: Any) -> bool:
     return v_pages.dtype.itemsize == 1
 
 
-def by_token(v_pages: Array) -> Array:
-    """Pages of values, or some that were gathered, as pages of keys lie: [... Z H]."""
-    return v_pages.swapaxes(-2, -1) if is_token_last(v_pages) else v_pages
-
-
 def scales_of(largest: Float[Array, " G"]) -> Float[Array, " G"]:
     """The scale of each head whose numbers are no larger than this: a power of two, float32."""
     exponent = jnp.ceil(jnp.log2(jnp.maximum(largest, _LEAST) / LARGEST))

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ..kv_write import fp8
 from .mask import WindowMask, sees
@@ -35,9 +35,9 @@ def attention(
 ) -> Array:
     """See `api.paged_attention`."""
     Z = k_pages.shape[2]
-    cached = [x.at[jnp.maximum(page_table, 0)].get(mode="clip") for x in (k_pages, v_pages)]
-    keys = jnp.concatenate([_in_order(cached[0]), k], axis=1)
-    values = jnp.concatenate([_in_order(fp8.by_token(cached[1])), v], axis=1)
+    keys = jnp.concatenate([_gather_pages(k_pages, page_table), k], axis=1)
+    cached = _gather_pages(v_pages, page_table, fp8.is_token_last(v_pages))
+    values = jnp.concatenate([cached, v], axis=1)
     if kv_scales is not None:  # powers of two: exact in bfloat16, whose range holds the products
         k_scale, v_scale = (own.astype(q.dtype)[None, None, :, None] for own in kv_scales)
         keys, values = keys.astype(q.dtype) * k_scale, values.astype(q.dtype) * v_scale
@@ -47,7 +47,11 @@ def attention(
     )
 
 
-def _in_order(pages: Float[Array, "B C G Z H"]) -> Float[Array, "B CZ G H"]:
+def _gather_pages(
+    pages: Array, page_table: Int[Array, "B C"], is_token_last: bool = False
+) -> Float[Array, "B CZ G H"]:
     """Cached rows of each sequence in order of position; rows of no page are arbitrary."""
-    B, _, G, _, H = pages.shape
-    return pages.swapaxes(2, 3).reshape(B, -1, G, H)
+    found = pages.at[jnp.maximum(page_table, 0)].get(mode="clip")
+    found = found.mT if is_token_last else found
+    B, C, G, Z, H = found.shape
+    return found.swapaxes(2, 3).reshape(B, C * Z, G, H)

@@ -4,7 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from ..kv_write import fp8
 from .mask import WindowMask, sees, within_reach
@@ -27,9 +27,10 @@ def attention(
     B, T, N, H = q.shape
     G, Z = k_pages.shape[1:3]
     mask, page_table = within_reach(mask, page_table, Z)
-    cached = [x.at[jnp.maximum(page_table, 0)].get(mode="clip") for x in (k_pages, v_pages)]
-    keys = jnp.concatenate([_by_head(cached[0]), k.swapaxes(1, 2)], axis=2)
-    values = jnp.concatenate([_by_head(fp8.by_token(cached[1])), v.swapaxes(1, 2)], axis=2)
+    cached = _by_head(k_pages, page_table)
+    keys = jnp.concatenate([cached, k.swapaxes(1, 2)], axis=2)
+    cached = _by_head(v_pages, page_table, fp8.is_token_last(v_pages))
+    values = jnp.concatenate([cached, v.swapaxes(1, 2)], axis=2)
     if kv_scales is not None:  # from 8 bits, which is exact
         keys, values = keys.astype(q.dtype), values.astype(q.dtype)
     visible = sees(mask, page_table, Z)[:, None, None]
@@ -49,7 +50,9 @@ def attention(
     return out.reshape(B, T, N, H)
 
 
-def _by_head(pages: Float[Array, "B C G Z H"]) -> Float[Array, "B G CZ H"]:
-    """Cached rows of each sequence: contiguous per head, as the products want them."""
-    B, _, G, _, H = pages.shape
-    return pages.swapaxes(1, 2).reshape(B, G, -1, H)
+def _by_head(pages: Array, page_table: Array, is_token_last: bool = False) -> Array:
+    """Cached rows of each sequence, [B G CZ H]: contiguous per head, as the products want them."""
+    found = pages.at[jnp.maximum(page_table, 0)].get(mode="clip")
+    found = found.mT if is_token_last else found
+    B, C, G, Z, H = found.shape
+    return found.swapaxes(1, 2).reshape(B, G, C * Z, H)
