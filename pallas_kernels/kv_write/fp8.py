@@ -9,6 +9,7 @@ tensor cores take 8-bit operands only with what is summed over side by side, and
 summed over tokens.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,6 +23,22 @@ _LEAST, _MOST = 2.0**-60, 2.0**60  # scales whose inverses, and products with a 
 def is_token_last(v_pages: Any) -> bool:
     """Whether a pool of values is [P G H Z] and not [P G Z H], as pools of keys always are."""
     return v_pages.dtype.itemsize == 1
+
+
+def by_token_shape(pages: Any, is_token_last: bool) -> tuple[int, int, int, int]:
+    """The sizes of an array of pages as P G Z H, however it lies."""
+    P, G, *sizes = pages.shape
+    Z, H = reversed(sizes) if is_token_last else sizes
+    return P, G, Z, H
+
+
+def unlike(pages: Sequence[Any], token_last: Sequence[bool]) -> str | None:
+    """Why one launch cannot write to all these arrays, or None."""
+    kinds = {
+        (by_token_shape(mine, last), mine.dtype)
+        for mine, last in zip(pages, token_last, strict=True)
+    }
+    return "needs pages of one shape and type in every layer" if len(kinds) > 1 else None
 
 
 def scales_of(largest: Float[Array, " G"]) -> Float[Array, " G"]:

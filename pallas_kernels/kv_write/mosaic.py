@@ -14,6 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from .. import hopper
+from ..lowered import lowered_once
+from . import fp8
 
 _THREADS = 128
 _LOADS = 64  # of a program: in flight at once
@@ -29,21 +31,17 @@ def unsupported_arguments(
     pages: tuple[Array, ...], page: Array, token_last: tuple[bool, ...]
 ) -> str | None:
     """Why no device can write to these pages, or None."""
-    H = pages[0].shape[-1]
     if reason := hopper.unsupported_version():
         return reason
-    if any(token_last):
-        return "needs pages whose numbers of a token lie side by side, not values of 8 bits"
+    _, _, _, H = fp8.by_token_shape(pages[0], token_last[0])
     if not len(page):
         return "needs at least one row"
     if H % _THREADS:
         return f"needs a head size that is a multiple of {_THREADS}, got {H}"
-    if any(mine.shape != pages[0].shape or mine.dtype != pages[0].dtype for mine in pages):
-        return "needs pages of one shape and type in every layer"
-    return None
+    return fp8.unlike(pages, token_last)
 
 
-@functools.partial(jax.jit, static_argnames=("token_last", "interpret"))
+@lowered_once(static_argnames=("token_last", "interpret"))
 def write_rows(
     pages: tuple[Array, ...],
     rows: tuple[Array, ...],
@@ -54,23 +52,27 @@ def write_rows(
     interpret: Any = None,
 ) -> tuple[Array, ...]:
     """See `api.write_rows`; `interpret`, an `InterpretGPUParams`, runs it on a CPU, for tests."""
-    del token_last  # none is
     most = _OPERANDS // 2
     written = ()
     for first in range(0, len(pages), most):
-        mine, new = pages[first : first + most], rows[first : first + most]
-        written += _launch(mine, new, page, offset, interpret)
+        some = slice(first, first + most)
+        written += _launch(pages[some], rows[some], page, offset, token_last[some], interpret)
     return written
 
 
 def _launch(
-    pages: tuple[Array, ...], rows: tuple[Array, ...], page: Array, offset: Array, interpret: Any
+    pages: tuple[Array, ...],
+    rows: tuple[Array, ...],
+    page: Array,
+    offset: Array,
+    token_last: tuple[bool, ...],
+    interpret: Any,
 ) -> tuple[Array, ...]:
     flat = [new.reshape(-1, *new.shape[-2:]) for new in rows]
     flat, page, offset = jax.lax.optimization_barrier((flat, page, offset))  # see `hopper.kernel`
     written = [jax.new_ref(mine) for mine in pages]
     plgpu.kernel(
-        functools.partial(_write_rows, num_arrays=len(pages)),
+        functools.partial(_write_rows, token_last=token_last),
         out_type=(),
         grid=(len(page), pages[0].shape[1], -(-len(pages) // _LOADS)),
         grid_names=("row", "head", "arrays"),
@@ -81,20 +83,31 @@ def _launch(
     return tuple(jax.freeze(mine) for mine in written)
 
 
-def _write_rows(*refs, num_arrays: int):
+def _write_rows(*refs, token_last: tuple[bool, ...]):
     """Write one head of one row of some of the arrays."""
+    num_arrays = len(token_last)
     written, rows = refs[:num_arrays], refs[num_arrays : 2 * num_arrays]
     pages, offsets = refs[2 * num_arrays :]
-    P, _, _, H = written[0].shape
+    P, H = written[0].shape[0], rows[0].shape[-1]
     row, head = jax.lax.axis_index("row"), jax.lax.axis_index("head")
     page, offset = pages[row], offsets[row]
-    layout = plgpu.Layout.WG_STRIDED((H,), vec_size=H // _THREADS)
+    side_by_side = plgpu.Layout.WG_STRIDED((H,), vec_size=H // _THREADS)
+    from jax.experimental.mosaic.gpu.fragmented_array import Tiling
+
+    apart = plgpu.Layout.TILED(  # a number to a thread: the next one lies a page size away
+        Tiling(((_THREADS,), (32,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+    )
 
     for first in range(0, num_arrays, _LOADS):
         mine = range(first, min(first + _LOADS, num_arrays))
 
         @pl.when((page < P) & (jax.lax.axis_index("arrays") == first // _LOADS))
         def _(mine=mine):
-            new = [hopper.load(rows[i].at[row, head], layout) for i in mine]
+            layouts = (apart if token_last[i] else side_by_side for i in mine)
+            new = [
+                hopper.load(rows[i].at[row, head], layout)
+                for i, layout in zip(mine, layouts, strict=True)
+            ]
             for i, values in zip(mine, new, strict=True):
-                written[i][page, head, offset] = values.astype(written[i].dtype)
+                where = (slice(None), offset) if token_last[i] else (offset,)
+                written[i][page, head, *where] = values.astype(written[i].dtype)

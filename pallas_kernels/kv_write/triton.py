@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
 from .. import triton_offsets
+from . import fp8
 
 _ROWS = 8  # of a program
 _BYTE_ROWS = 32  # of a program that writes token-last: a sector
@@ -35,21 +36,12 @@ def unsupported_arguments(
     pages: tuple[Array, ...], page: Array, token_last: tuple[bool, ...]
 ) -> str | None:
     """Why no device can write to these pages, or None."""
-    sizes = {(*mine.shape[:2], *_sizes(mine, x)) for mine, x in zip(pages, token_last, strict=True)}
-    H = _sizes(pages[0], token_last[0])[1]
+    _, _, _, H = fp8.by_token_shape(pages[0], token_last[0])
     if not len(page):
         return "needs at least one row"
     if H & (H - 1):
         return f"needs a head size that is a power of two, got {H}"
-    if len(sizes) > 1 or any(mine.dtype != pages[0].dtype for mine in pages):
-        return "needs pages of one shape and type in every layer"
-    return triton_offsets.unsupported(pages[0])
-
-
-def _sizes(pages: Array, is_token_last: bool) -> tuple[int, int]:
-    """Page size and head size."""
-    one, other = pages.shape[2:]
-    return (other, one) if is_token_last else (one, other)
+    return fp8.unlike(pages, token_last) or triton_offsets.unsupported(pages[0])
 
 
 @functools.partial(jax.jit, static_argnames=("token_last", "interpret"))
