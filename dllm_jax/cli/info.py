@@ -202,8 +202,8 @@ def _layer() -> str:
         return parts
     return (
         f"mosaic here for 16-bit models: products of up to {mosaic.MOST_ROWS} rows, gate and up of "
-        f"more that fill the chip, norms of up to {api.MOSAIC_ROWS:,}, rotations of up to "
-        f"{api.MOSAIC_ROTATED_ROWS:,}; else {parts}"
+        f"more that fill the chip, norms of up to {api.MOSAIC_ROWS:,}, rotations; else "
+        f"{parts}"
     )
 
 

@@ -52,8 +52,6 @@ MOSAIC_MANY_FP8_ROWS = 1024
 MOSAIC_ROWS = 1024
 # Most rows of `quantize_rows` with Mosaic: 3.6 us at 1,024 (H200); XLA takes 36 at 4,096.
 MOSAIC_ROUNDED_ROWS = 4096
-# Most rows of `rotate_qkv` with Mosaic: faster from 128 to 4,096 rows; more were not measured.
-MOSAIC_ROTATED_ROWS = 4096
 # Columns of gate and up together for a thread block of `gated_matmul`, in order of preference.
 GATED_COLUMNS = (128, 192, 256)
 FEW_BLOCKS = 32  # fewer blocks have half as many columns each
@@ -590,8 +588,6 @@ def rotate_qkv(
             mosaic_rotate.rotate_qkv,
             mosaic.unsupported(jax.ShapeDtypeStruct(qkv.shape, dtype))
             or mosaic_rotate.unsupported_heads(qkv, cos),
-            cos.size // cos.shape[-1] <= MOSAIC_ROTATED_ROWS
-            and mosaic_rotate.is_measured(qkv, cos),
         ),
         "triton": BackEnd(
             triton.rotate_qkv,

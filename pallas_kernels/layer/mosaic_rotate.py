@@ -34,12 +34,6 @@ def unsupported_heads(qkv: Array, cos: Array) -> str | None:
     return None
 
 
-def is_measured(qkv: Array, cos: Array) -> bool:
-    """Whether such heads were timed on a GPU; the others were interpreted and lowered."""
-    groups, H, R2 = qkv.shape[-3], qkv.shape[-1], cos.shape[-1]
-    return groups % _GROUPS[0] == 0 if 2 * R2 == H else groups == _GROUPS[1] and 4 * R2 == H
-
-
 @lowered_once(static_argnames=("eps", "dtype", "interpret"))
 def rotate_qkv(
     qkv: Array,
