@@ -116,6 +116,9 @@ def test_pages_take_a_byte_a_number(plain, model):
     assert 4 * llm.memory.page_bytes == other.memory.page_bytes
     pools = llm.engine.runner.state.pools["target"]
     assert {leaf.dtype for leaf in jax.tree.leaves(pools)} == {jnp.dtype(fp8.DTYPE)}
+    G, H = model.config.heads(0)
+    for keys, values in pools:
+        assert (keys.shape, values.shape) == ((64, G, 8, H), (64, G, H, 8))  # tokens side by side
     assert (model.kv_cache_dtype, plain.kv_cache_dtype) == ("fp8", None)
 
 
