@@ -20,7 +20,8 @@ from .. import triton_offsets
 from . import fp8
 
 _ROWS = 8  # of a program
-_BYTE_ROWS = 32  # of a program that writes token-last: a sector
+_BYTE_ROWS = 16  # of a program that writes token-last: half a sector
+_WARPS = 2
 _ARRAYS = 8  # of a program: loads in flight at once
 _OPERANDS = 400  # pointers of a launch; a kernel's arguments fit in 4 KB
 
@@ -81,7 +82,7 @@ def _launch(
             out_shape=[jax.ShapeDtypeStruct(mine.shape, mine.dtype) for mine in pages],
             grid=(-(-len(page) // num_rows), G, -(-len(pages) // _ARRAYS)),
             input_output_aliases={i: i for i in range(len(pages))},
-            compiler_params=pltriton.CompilerParams(num_warps=2),
+            compiler_params=pltriton.CompilerParams(num_warps=_WARPS),
             interpret=interpret,
         )(*pages, *flat, page, offset)
     )

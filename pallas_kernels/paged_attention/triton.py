@@ -220,7 +220,9 @@ def _attend(*refs, num_operands, extras, block_size, window, scale, rows, keys, 
     def cached(i, carry, masked):
         j = i * keys
         number = pltriton.load(table.at[b, jax.lax.div(j, jnp.int32(Z))])
-        page, tokens = jnp.maximum(number, 0), pl.ds(jax.lax.rem(j, jnp.int32(Z)), keys)
+        # Of tokens side by side Triton loads one at a time unless it knows how they are aligned.
+        first_token = pl.multiple_of(jax.lax.rem(j, jnp.int32(Z)), keys)
+        page, tokens = jnp.maximum(number, 0), pl.ds(first_token, keys)
         key = pltriton.load(k_pages.at[page, g, tokens, :])
         if fp8.is_token_last(v_pages):
             value = pltriton.load(v_pages.at[page, g, :, tokens]).astype(mine.dtype).T
