@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
@@ -18,6 +19,8 @@ from ..lowered import lowered_once
 from . import fp8
 
 _THREADS = 128
+_NEIGHBOURS = 16  # rows that write to tokens side by side
+_COLUMNS = 2  # of a page that a warp writes to at once
 _LOADS = 64  # of a program: in flight at once
 _OPERANDS = 400  # pointers of a launch; a kernel's arguments fit in 4 KB
 
@@ -91,23 +94,74 @@ def _write_rows(*refs, token_last: tuple[bool, ...]):
     P, H = written[0].shape[0], rows[0].shape[-1]
     row, head = jax.lax.axis_index("row"), jax.lax.axis_index("head")
     page, offset = pages[row], offsets[row]
+
     side_by_side = plgpu.Layout.WG_STRIDED((H,), vec_size=H // _THREADS)
-    from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 
-    apart = plgpu.Layout.TILED(  # a number to a thread: the next one lies a page size away
-        Tiling(((_THREADS,), (32,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
-    )
+    def by_row(mine):
+        """All numbers of the row."""
+        layouts = [_apart() if token_last[i] else side_by_side for i in mine]
+        new = [
+            hopper.load(rows[i].at[row, head], layout)
+            for i, layout in zip(mine, layouts, strict=True)
+        ]
+        for i, values in zip(mine, new, strict=True):
+            where = (slice(None), offset) if token_last[i] else (offset,)
+            written[i][page, head, *where] = values.astype(written[i].dtype)
 
+    def together(mine):
+        """As many numbers of it and of its neighbours."""
+        first, share = row - row % _NEIGHBOURS, H // _NEIGHBOURS
+        some = pl.ds(row % _NEIGHBOURS * share, share)
+        tokens = pl.ds(offset - row % _NEIGHBOURS, _NEIGHBOURS)
+        layout = _apart(_COLUMNS)
+        new = [
+            hopper.load(rows[i].at[pl.ds(first, _NEIGHBOURS), head, some].T, layout) for i in mine
+        ]
+        for i, values in zip(mine, new, strict=True):
+            written[i][page, head, some, tokens] = values.astype(written[i].dtype)
+
+    are_neighbours = _are_neighbours(pages, offsets, row) if any(token_last) else None
     for first in range(0, num_arrays, _LOADS):
         mine = range(first, min(first + _LOADS, num_arrays))
+        is_mine = (page < P) & (jax.lax.axis_index("arrays") == first // _LOADS)
+        pl.when(is_mine)(lambda mine=mine: by_row([i for i in mine if not token_last[i]]))
+        if are_neighbours is not None:
+            turned = [i for i in mine if token_last[i]]
+            pl.when(is_mine & are_neighbours)(lambda turned=turned: together(turned))
+            pl.when(is_mine & ~are_neighbours)(lambda turned=turned: by_row(turned))
 
-        @pl.when((page < P) & (jax.lax.axis_index("arrays") == first // _LOADS))
-        def _(mine=mine):
-            layouts = (apart if token_last[i] else side_by_side for i in mine)
-            new = [
-                hopper.load(rows[i].at[row, head], layout)
-                for i, layout in zip(mine, layouts, strict=True)
-            ]
-            for i, values in zip(mine, new, strict=True):
-                where = (slice(None), offset) if token_last[i] else (offset,)
-                written[i][page, head, *where] = values.astype(written[i].dtype)
+
+def _are_neighbours(pages: Any, offsets: Any, row: Array) -> Array | bool:
+    """Whether the rows of a row's group go to tokens of one page that lie side by side."""
+    if len(pages) < _NEIGHBOURS:
+        return False
+    first = row - row % _NEIGHBOURS
+    found = first + _NEIGHBOURS <= len(pages)
+    first = jnp.minimum(first, len(pages) - _NEIGHBOURS)
+    for i in range(1, _NEIGHBOURS):
+        found &= pages[first + i] == pages[first]
+        found &= offsets[first + i] == offsets[first] + i
+    return found
+
+
+def _apart(columns: int = 1) -> Any:
+    """A number to a thread: of a row, or of as many columns and tokens of a page."""
+    if columns == 1:
+        tiles, warp_dims, lane_dims = ((_THREADS,), (32,), (1,)), (-3,), (-2,)
+    else:
+        tokens = 32 // columns
+        tiles = ((_THREADS // _NEIGHBOURS, _NEIGHBOURS), (columns, tokens), (1,))
+        warp_dims = tuple(
+            dim
+            for dim, count in (
+                (-5, _THREADS // _NEIGHBOURS // columns),
+                (-4, _NEIGHBOURS // tokens),
+            )
+            if count > 1
+        )
+        lane_dims = (-3, -2)
+    from jax.experimental.mosaic.gpu.fragmented_array import Tiling
+
+    return plgpu.Layout.TILED(
+        Tiling(tiles), warp_dims=warp_dims, lane_dims=lane_dims, vector_dim=-1
+    )
