@@ -2,7 +2,9 @@
 
 The arrays of pages are mutable to the kernel, so nothing is copied. A program, one warpgroup, takes
 one head of one row of some arrays: all its loads first, then all its stores. (All heads in one
-program, written out, took 42 s to lower for 56 arrays of 8.)
+program, written out, took 42 s to lower for 56 arrays of 8.) Where values are token-last, 16 rows
+that go to tokens side by side share their numbers: each program writes a 16th of the columns of all
+of them, so that a warp stores bytes side by side.
 """
 
 import functools
@@ -94,7 +96,6 @@ def _write_rows(*refs, token_last: tuple[bool, ...]):
     P, H = written[0].shape[0], rows[0].shape[-1]
     row, head = jax.lax.axis_index("row"), jax.lax.axis_index("head")
     page, offset = pages[row], offsets[row]
-
     side_by_side = plgpu.Layout.WG_STRIDED((H,), vec_size=H // _THREADS)
 
     def by_row(mine):
@@ -120,21 +121,23 @@ def _write_rows(*refs, token_last: tuple[bool, ...]):
         for i, values in zip(mine, new, strict=True):
             written[i][page, head, some, tokens] = values.astype(written[i].dtype)
 
-    are_neighbours = _are_neighbours(pages, offsets, row) if any(token_last) else None
+    has_groups = any(token_last) and len(pages) >= _NEIGHBOURS
+    are_neighbours = _are_neighbours(pages, offsets, row) if has_groups else None
     for first in range(0, num_arrays, _LOADS):
         mine = range(first, min(first + _LOADS, num_arrays))
         is_mine = (page < P) & (jax.lax.axis_index("arrays") == first // _LOADS)
-        pl.when(is_mine)(lambda mine=mine: by_row([i for i in mine if not token_last[i]]))
-        if are_neighbours is not None:
-            turned = [i for i in mine if token_last[i]]
-            pl.when(is_mine & are_neighbours)(lambda turned=turned: together(turned))
-            pl.when(is_mine & ~are_neighbours)(lambda turned=turned: by_row(turned))
+        if are_neighbours is None:
+            pl.when(is_mine)(functools.partial(by_row, mine))
+            continue
+        straight = [i for i in mine if not token_last[i]]
+        turned = [i for i in mine if token_last[i]]
+        pl.when(is_mine)(functools.partial(by_row, straight))
+        pl.when(is_mine & are_neighbours)(functools.partial(together, turned))
+        pl.when(is_mine & ~are_neighbours)(functools.partial(by_row, turned))
 
 
-def _are_neighbours(pages: Any, offsets: Any, row: Array) -> Array | bool:
+def _are_neighbours(pages: Any, offsets: Any, row: Array) -> Array:
     """Whether the rows of a row's group go to tokens of one page that lie side by side."""
-    if len(pages) < _NEIGHBOURS:
-        return False
     first = row - row % _NEIGHBOURS
     found = first + _NEIGHBOURS <= len(pages)
     first = jnp.minimum(first, len(pages) - _NEIGHBOURS)

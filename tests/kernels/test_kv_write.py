@@ -91,6 +91,28 @@ def test_the_mosaic_form_writes_the_same_without_a_race(monkeypatch, dtype):
 
 
 @needs_mosaic
+@pytest.mark.parametrize("size", [128, pytest.param(256, marks=pytest.mark.slow)])
+def test_rows_side_by_side_are_written_together_by_mosaic(size):
+    """Of 34 rows 16 go to tokens in order, 16 have one among them that goes nowhere, 2 are few."""
+    rng = np.random.default_rng(size)
+    token_last = (False, True)
+    shapes = [(6, 1, 32, size), (6, 1, size, 32)]
+    pages = [rng.standard_normal(shape).astype(jnp.dtype(E4M3)) for shape in shapes]
+    rows = [rng.standard_normal((34, 1, size)).astype(jnp.dtype(E4M3)) for _ in pages]
+    page = np.repeat(np.asarray([3, 5, 1], np.int32), (16, 16, 2))
+    offset = np.concatenate([np.arange(16) + 5, np.arange(16) + 16, np.arange(2)]).astype(np.int32)
+    page[20] = 6
+
+    def run(*given, interpret):
+        write = functools.partial(mosaic.write_rows, interpret=interpret)
+        return write(given[:2], given[2:4], *given[4:], token_last)
+
+    got = interpreted(run, *pages, *rows, page, offset)
+    for a, b in zip(got, oracle.write_rows(pages, rows, page, offset, token_last), strict=True):
+        assert np.array_equal(a, b)
+
+
+@needs_mosaic
 def test_in_a_loop_pages_are_their_own_results_of_one_mosaic_kernel(on_hopper):
     shape, layers = jax.ShapeDtypeStruct, 4
     pages = ((shape((37, 4, 64, 128), jnp.bfloat16),) * 2,) * layers
