@@ -22,7 +22,6 @@ from . import fp8
 
 _THREADS = 128
 _NEIGHBOURS = 16  # rows that write to tokens side by side
-_COLUMNS = 2  # of a page that a warp writes to at once
 _LOADS = 64  # of a program: in flight at once
 _OPERANDS = 400  # pointers of a launch; a kernel's arguments fit in 4 KB
 
@@ -100,7 +99,7 @@ def _write_rows(*refs, token_last: tuple[bool, ...]):
 
     def by_row(mine):
         """All numbers of the row."""
-        layouts = [_apart() if token_last[i] else side_by_side for i in mine]
+        layouts = [_apart(is_shared=False) if token_last[i] else side_by_side for i in mine]
         new = [
             hopper.load(rows[i].at[row, head], layout)
             for i, layout in zip(mine, layouts, strict=True)
@@ -114,7 +113,7 @@ def _write_rows(*refs, token_last: tuple[bool, ...]):
         first, share = row - row % _NEIGHBOURS, H // _NEIGHBOURS
         some = pl.ds(row % _NEIGHBOURS * share, share)
         tokens = pl.ds(offset - row % _NEIGHBOURS, _NEIGHBOURS)
-        layout = _apart(_COLUMNS)
+        layout = _apart(is_shared=True)
         new = [
             hopper.load(rows[i].at[pl.ds(first, _NEIGHBOURS), head, some].T, layout) for i in mine
         ]
@@ -147,24 +146,14 @@ def _are_neighbours(pages: Any, offsets: Any, row: Array) -> Array:
     return found
 
 
-def _apart(columns: int = 1) -> Any:
-    """A number to a thread: of a row, or of as many columns and tokens of a page."""
-    if columns == 1:
-        tiles, warp_dims, lane_dims = ((_THREADS,), (32,), (1,)), (-3,), (-2,)
-    else:
-        tokens = 32 // columns
-        tiles = ((_THREADS // _NEIGHBOURS, _NEIGHBOURS), (columns, tokens), (1,))
-        warp_dims = tuple(
-            dim
-            for dim, count in (
-                (-5, _THREADS // _NEIGHBOURS // columns),
-                (-4, _NEIGHBOURS // tokens),
-            )
-            if count > 1
-        )
-        lane_dims = (-3, -2)
-    from jax.experimental.mosaic.gpu.fragmented_array import Tiling
+def _apart(is_shared: bool) -> Any:
+    """A layout with a number to a thread: of a row, or of a few columns of 16 neighbours."""
+    from jax.experimental.mosaic.gpu.fragmented_array import Tiling  # jax 0.10 lacks it
 
+    if is_shared:  # a warp takes 4 columns of 8 tokens
+        tiles, warp_dims, lane_dims = ((8, _NEIGHBOURS), (4, 8), (1,)), (-5, -4), (-3, -2)
+    else:
+        tiles, warp_dims, lane_dims = ((_THREADS,), (32,), (1,)), (-3,), (-2,)
     return plgpu.Layout.TILED(
         Tiling(tiles), warp_dims=warp_dims, lane_dims=lane_dims, vector_dim=-1
     )
