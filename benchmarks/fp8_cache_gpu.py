@@ -29,10 +29,12 @@ from dllm_jax.kernels.paged_attention import mosaic, reference, triton
 from dllm_jax.kernels.paged_attention.mask import facts
 
 SCALE = 2.0**-5
-TOLERANCE = 2e-2
+TOLERANCE = 6e-2  # a weight is rounded to 4 bits
 CELLS = (
     ("SDAR-8B", 32, 8192, 32),
     ("SDAR-1.7B", 32, 8192, 32),
+    ("SDAR-8B", 32, "ragged", 32),
+    ("SDAR-1.7B", 32, "ragged", 32),
     ("LLaDA-8B", 8, 8192, 32),
     ("SDAR-8B", 8, 8192, 128),
     ("SDAR-8B", 1, 512, 32),
@@ -41,30 +43,34 @@ CELLS = (
     ("SDAR-8B", 1, 8192, 32),
     ("SDAR-1.7B", 32, 512, 128),
 )
-WIDE = mosaic.Tiling(consumers=2, keys=128, stages=2, staged=3, ping_pong=True)
-NARROW = mosaic.Tiling(stages=2, staged=4)
+NARROW = mosaic.Tiling(stages=6)
+ONE_WIDE = mosaic.Tiling(keys=128, stages=4)
+WIDE = dataclasses.replace(ONE_WIDE, consumers=2, ping_pong=True)
 TILINGS = {
     "1": NARROW,
-    "1 s6": dataclasses.replace(NARROW, staged=6),
-    "1 ring 3": dataclasses.replace(NARROW, stages=3),
     "1 x2": dataclasses.replace(NARROW, splits=2),
-    "1 k128": mosaic.Tiling(keys=128, stages=2, staged=3),
+    "1 k128": ONE_WIDE,
+    "1 k128 s5": dataclasses.replace(ONE_WIDE, stages=5),
+    "1 k128 x2": dataclasses.replace(ONE_WIDE, splits=2),
     "2": dataclasses.replace(NARROW, consumers=2),
     "2 x2": dataclasses.replace(NARROW, consumers=2, splits=2),
+    "2 k128": dataclasses.replace(WIDE, ping_pong=False),
     "2 k128 pp": WIDE,
-    "2 k128 pp x2": dataclasses.replace(WIDE, splits=2),
-    "2 shared x2": dataclasses.replace(NARROW, consumers=2, splits=2, shares_keys=True),
-    "2 pp r132": dataclasses.replace(NARROW, consumers=2, ping_pong=True, resident=132),
+    "2 k128 pp x2": dataclasses.replace(WIDE, splits=2, stages=3),
+    "2 shared x2": mosaic.Tiling(consumers=2, splits=2, shares_keys=True),
+    "2 shared k128 x2": dataclasses.replace(WIDE, splits=2, shares_keys=True, ping_pong=False),
+    "2 pp r132": mosaic.Tiling(consumers=2, ping_pong=True, resident=132),
+    "2 k128 pp r132": dataclasses.replace(WIDE, stages=3, resident=132),
 }
-ONE = ("1", "1 s6", "1 ring 3", "1 x2", "1 k128")
-TWO = ("2", "2 x2", "2 k128 pp", "2 k128 pp x2")
+ONE = ("1", "1 k128", "1 k128 s5", "1 k128 x2", "2 shared k128 x2")
+TWO = ("2", "2 k128", "2 k128 pp", "2 k128 pp x2")
 TRIED = {
-    ("SDAR-8B", 32, 8192, 32): ("1", *TWO),
+    ("SDAR-8B", 32, 8192, 32): TWO,
     ("SDAR-1.7B", 32, 8192, 32): ONE,
-    ("LLaDA-8B", 8, 8192, 32): ("1", "1 s6", "1 x2"),
+    ("LLaDA-8B", 8, 8192, 32): ("1 k128", "1 k128 x2"),
     ("SDAR-8B", 8, 8192, 128): ("2", "2 k128 pp"),
     ("SDAR-8B", 1, 512, 128): ("2 shared x2",),
-    ("SDAR-1.7B", 32, 512, 128): ("2", "2 pp r132"),
+    ("SDAR-1.7B", 32, 512, 128): ("2 pp r132", "2 k128 pp r132"),
 }
 
 
@@ -78,7 +84,7 @@ def check(run, features, names, is_dry):
     for feature in features:
         q, k, v, k_pages, v_pages, table, mask = cells.feature_case(feature)
         k, v = (in_8_bits(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (k, v))
-        pages = in_8_bits(k_pages), in_8_bits(v_pages)
+        pages = in_8_bits(k_pages), in_8_bits(v_pages).swapaxes(2, 3)
         scales = jnp.full((2, k.shape[2]), SCALE)
         forms = {"triton": functools.partial(triton.attention, interpret=is_dry)}
         for name in names:
@@ -145,7 +151,8 @@ def programs_of(cell, right, is_dry):
     programs, forms = {}, {}
     for kind, dtype in kinds.items():
         own, pool = shape(dtype, B, T, G, H), shape(dtype, *drawn.pool)
-        arguments = (1, q, own, own, pool, pool, tables, numbers, scales)
+        values = shape(dtype, *drawn.pool[:2], H, cells.PAGE) if kind == "fp8" else pool
+        arguments = (1, q, own, own, pool, values, tables, numbers, scales)
         chosen = mosaic.choose_tiling(q, pool, tables[0])
         tilings = {"chosen": chosen}
         if kind == "fp8":
@@ -180,6 +187,7 @@ def report(run, cell, drawn, numbers, programs, forms, flat, repeats):
     for kind, narrow in (("bfloat16", wide), ("fp8", in_8_bits)):
         # Not in one program: XLA may leave out a rounding that is followed by a wider type.
         pools = [narrow(x[:used].reshape(drawn.pool)) for x in flat]
+        pools[1] = pools[1].swapaxes(2, 3) if kind == "fp8" else pools[1]
         rows = [x[: B * T * G * H].reshape(B, G, T, H) for x in flat]
         own = [narrow(x).swapaxes(1, 2) for x in rows]
         q = flat[0][1000 : 1000 + B * T * N * H].reshape(B, T, N, H)
@@ -220,11 +228,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True)
     parser.add_argument("--within", type=float, default=100.0, help="seconds")
-    parser.add_argument("--cells", help="numbers of those to time; default: all")
+    parser.add_argument("--cells", help='numbers of those to time; default: all; "" for none')
     parser.add_argument("--tilings", help="names, of those beside the chosen one; default: all")
     parser.add_argument(
         "--features",
-        default="blocks|visible|window|small pages|group of 7|large pages, long",
+        default="blocks|visible|window|group of 7|large pages, long",
         help='kinds of masks that are checked; "" for none: cells are compared all the same',
     )
     parser.add_argument("--commit", help="where the checkout has no git")
@@ -234,7 +242,9 @@ def main():
     run.report["command"] = "benchmarks/fp8_cache_gpu.py"
     run.report |= environment()
     run.report["commit"] = args.commit or run.report["commit"]
-    chosen = list(range(len(CELLS)) if args.cells is None else map(int, args.cells.split(",")))
+    chosen = list(range(len(CELLS)))
+    if args.cells is not None:
+        chosen = [int(one) for one in args.cells.split(",") if one]
     names = list(TILINGS) if args.tilings is None else args.tilings.split(",")
     features = ["blocks"] if args.dry else args.features.split("|") if args.features else []
     names = names[:1] if args.dry else names

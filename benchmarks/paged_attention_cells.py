@@ -303,7 +303,7 @@ def tiling_of(name, head):
     return mosaic.Tiling(
         consumers=int(consumers),
         keys=keys,
-        stages=sizes.get("s", buffers(keys, head, False)["stages"]),
+        stages=sizes.get("s", buffers(keys, head)),
         splits=sizes.get("x", 1),
         is_cluster="xla" not in rest,
         ping_pong="pp" in rest,

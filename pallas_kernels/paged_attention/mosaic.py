@@ -32,10 +32,10 @@ from ..lowered import lowered_once
 from .mask import WindowMask, facts, within_reach
 from .mosaic_blocks import attend
 from .mosaic_merge import part_transforms
-from .mosaic_tiles import ROWS, loads_of, piece_of
+from .mosaic_tiles import ROWS, loads_of
 from .mosaic_tiling import Tiling, check_tiling, choose_tiling, holds_parts
 
-_LEAST = 16  # of the inner side of a product of 16-bit numbers
+_LEAST, _LEAST_8_BIT = 16, 32  # of the inner side of a product of 16-bit or 8-bit numbers
 _MOST_BLOCKS = 32  # of a window whose visibility or order is a bit each
 
 
@@ -56,6 +56,8 @@ def unsupported_arguments(q: Array, k_pages: Array, mask: WindowMask) -> str | N
         return f"needs a head size of 64, 128, 256 or 512, got {H}"
     if k_pages.dtype.itemsize == 1 and H > 128:
         return f"needs a head size of 64 or 128 for keys in 8 bits, got {H}"
+    if k_pages.dtype.itemsize == 1 and Z < _LEAST_8_BIT:
+        return f"needs a page size of at least {_LEAST_8_BIT} for values in 8 bits, got {Z}"
     if T % _LEAST:
         return f"needs a number of rows that is a multiple of {_LEAST}, got {T}"
     if Z & (Z - 1) or Z < _LEAST:
@@ -144,7 +146,8 @@ def _run(
     tiling = dataclasses.replace(tiling, consumers=consumers, is_cluster=is_cluster)
     groups = tiling.row_groups
     blocks = -(-warpgroups // groups)
-    check_tiling(tiling, H, Z, G * blocks, is_8_bit=k.dtype.itemsize == 1)
+    check_tiling(tiling, H, Z, G * blocks)
+    is_8_bit = k.dtype.itemsize == 1
     buffers = groups * 2 if tiling.resident else groups
     kind = FP8 if is_quantized else q.dtype
     whole = [jax.ShapeDtypeStruct((B, T, N, H), kind)]
@@ -155,21 +158,23 @@ def _run(
     if is_quantized:
         whole.append(jax.ShapeDtypeStruct((N, -(-B * T // ROWS) * ROWS), jnp.float32))
         parts.append(parts[1])
-    is_shared = is_cluster and interpret is None and holds_parts(q, tiling)
+    is_shared = is_cluster and interpret is None and holds_parts(q, tiling, is_8_bit)
     outputs = whole if splits == 1 or is_shared else [*whole, *parts] if is_cluster else parts
     swizzled = hopper.swizzled(H, q.dtype)
     of_keys = hopper.swizzled(H, k.dtype)
-    loads = loads_of(keys, T, Z)
+    loads = value_loads = loads_of(keys, T, Z)
+    values, of_values = (keys, H), of_keys
+    if is_8_bit:  # tokens last, page by page
+        value_loads, line = keys // min(keys, Z), min(keys, Z)
+        values, of_values = (value_loads, H, line), hopper.swizzled(line, k.dtype)
     users = consumers if tiling.shares_rows else groups
     scratch = {
         "rows": plgpu.SMEM((buffers, ROWS, H), q.dtype, transforms=swizzled),
-        "k_ring": plgpu.SMEM((tiling.key_stages, keys, H), k.dtype, transforms=of_keys),
-        "v_ring": plgpu.SMEM((tiling.stages, keys, H), q.dtype, transforms=swizzled),
+        "k_ring": plgpu.SMEM((tiling.stages, keys, H), k.dtype, transforms=of_keys),
+        "v_ring": plgpu.SMEM((tiling.stages, *values), k.dtype, transforms=of_values),
         "rows_in": plgpu.Barrier(num_barriers=buffers, num_arrivals=ROWS // chunk),
-        "k_in": plgpu.Barrier(num_barriers=tiling.key_stages, num_arrivals=loads),
-        "v_in": plgpu.Barrier(
-            num_barriers=tiling.stages, num_arrivals=1 if tiling.staged else loads
-        ),
+        "k_in": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=loads),
+        "v_in": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=value_loads),
         "used": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=users),
     }
     if tiling.shares_rows:
@@ -177,15 +182,9 @@ def _run(
         transforms = hopper.swizzled(keys, jnp.float32)
         scratch["halves"] = plgpu.SMEM((2, ROWS, keys), jnp.float32, transforms=transforms)
         scratch["halves_in"] = plgpu.Barrier(num_barriers=1, num_arrivals=consumers)
-    if tiling.shares_rows or tiling.staged:
-        scratch["k_used"] = plgpu.Barrier(num_barriers=tiling.key_stages, num_arrivals=users)
-    if tiling.staged:
-        piece = piece_of(tiling)
+        scratch["k_used"] = plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=users)
+    if is_8_bit:
         scratch["q_8"] = plgpu.SMEM((consumers, 2, ROWS, H), k.dtype, transforms=of_keys)
-        scratch["v_8"] = plgpu.SMEM((tiling.staged, piece, H), k.dtype, transforms=of_keys)
-        scratch["v_8_in"] = plgpu.Barrier(
-            num_barriers=tiling.staged, num_arrivals=loads_of(piece, T, Z)
-        )
     if tiling.ping_pong and consumers == 2:
         scratch["turn"] = plgpu.Barrier(num_barriers=1, num_arrivals=2)
     if is_cluster:
@@ -207,7 +206,8 @@ def _run(
             transforms = hopper.swizzled(H, kind)
             scratch["narrow"] = plgpu.SMEM((consumers, ROWS, H), kind, transforms=transforms)
     if interpret is not None:
-        scratch["weights"] = plgpu.SMEM((consumers, ROWS, keys), q.dtype, transforms=swizzled)
+        transforms = hopper.swizzled(keys, k.dtype)
+        scratch["weights"] = plgpu.SMEM((consumers, ROWS, keys), k.dtype, transforms=transforms)
     tiles = B * G * blocks
     # As few as need no more turns than all that may stay.
     stay = -(-tiles // -(-tiles // tiling.resident)) if tiling.resident else 0

@@ -51,7 +51,7 @@ def attend(*refs, num_operands, extras, names, rules, scale, tiling, chunk, plac
         _attend_in_turns(work_at, warpgroup, bring, compute_rows, scratch, tiling, places)
         return
 
-    loads, sums = _registers(tiling)
+    loads, sums = _registers(tiling.consumers, "q_8" in scratch)
 
     @pl.when(warpgroup == tiling.consumers)
     def _():
@@ -80,7 +80,7 @@ def _attend_in_turns(work_at, warpgroup, bring, compute_rows, scratch, tiling, p
         sequence, place = jax.lax.div(tile, whole(blocks)), jax.lax.rem(tile, whole(blocks))
         return work_at((sequence, whole(0), place), before)
 
-    loads, sums = _registers(tiling)
+    loads, sums = _registers(tiling.consumers, "q_8" in scratch)
 
     @pl.when(warpgroup == tiling.consumers)
     def _():
@@ -123,12 +123,12 @@ def num_turns(first, last, tiles, stay):
     return full + ((last if full % 2 else first) < rest).astype(jnp.int32)
 
 
-def _registers(tiling):
+def _registers(consumers, is_8_bit):
     """Of each thread that loads, and of each that computes.
 
     Warpgroups share what the block was launched with: 168 a thread where they are three, so that
     all three may have 504. One that asks for more waits for ever.
     """
-    if not tiling.staged:
-        return 40, 232 if tiling.consumers == 2 else 208
-    return (88, 208) if tiling.consumers == 2 else (96, 208)
+    if is_8_bit:  # the one that loads turns fresh values
+        return (56, 224) if consumers == 2 else (88, 240)
+    return 40, 232 if consumers == 2 else 208

@@ -14,12 +14,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ..hopper import load
 from ..layer.fp8 import DTYPE as FP8
 from ..layer.fp8 import factors_of
+from .mosaic_8_bits import PEAK, as_operands, interpreted_product, query_parts
 from .mosaic_merge import merged
 from .mosaic_tiles import (
     FAR,
     ROWS,
     in_order,
-    key_slot_of,
     page_of,
     slot_of,
     turns_of,
@@ -60,8 +60,7 @@ def compute(
             then, and a result leaves from the one that its rows came to.
         following: Then, whether there is another tile of rows, and its work.
     """
-    keys, splits = tiling.keys, tiling.splits
-    block_size, window = rules.block_size, rules.window
+    keys, block_size, window = tiling.keys, rules.block_size, rules.window
     _, T, N, H = q.shape
     G, Z = pool[1:3]
     n = N // G
@@ -174,19 +173,24 @@ def compute(
         plgpu.barrier_arrive(scratch["turn"].at[0])
         plgpu.barrier_wait(scratch["turn"].at[0])
 
-    takes_turns = "turn" in scratch
+    takes_turns, is_8_bit = "turn" in scratch, "q_8" in scratch
+    is_interpreted = "weights" in scratch
     scale = _LOG2_E * scale
     if kv_scales is not None:
         scale = scale * kv_scales[0, work.g]
 
+    def values_of(value):
+        """What a tile's weights are multiplied by; a number taken along would be no constant."""
+        if is_8_bit:
+            return [value.at[part].T for part in range(parts)]
+        return [value if own_columns is None else value.at[:, own_columns]]
+
     def look(i, carry, sees):
         """Take in a tile of keys; `sees` None: every row sees all of them."""
         total, peak, mass = carry
-        slot, key_slot = slot_of(work, tiling, i), key_slot_of(work, tiling, i)
-        shape = (ROWS, keys)
-        key, value = scratch["k_ring"].at[key_slot], scratch["v_ring"].at[slot]
-        value = value if own_columns is None else value.at[:, own_columns]
-        plgpu.barrier_wait(scratch["k_in"].at[key_slot])
+        slot, shape = slot_of(work, tiling, i), (ROWS, keys)
+        key, value = scratch["k_ring"].at[slot], scratch["v_ring"].at[slot]
+        plgpu.barrier_wait(scratch["k_in"].at[slot])
 
         def product(sums):
             if own_columns is not None:
@@ -205,29 +209,45 @@ def compute(
             plgpu.barrier_wait(scratch["halves_in"].at[0])
             score = score + load(scratch["halves"].at[1 - warpgroup], layout)
         if "k_used" in scratch:
-            plgpu.barrier_arrive(scratch["k_used"].at[key_slot])
+            plgpu.barrier_arrive(scratch["k_used"].at[slot])
         if sees is not None:
             score = jnp.where(sees(i, shape), score, _HIDDEN)
         higher = jnp.maximum(peak, score.max(axis=1) * factor)
         shrink = jnp.exp2(peak - higher)
-        each = factor if "q_8" not in scratch else across(factor, shape)
-        weight = jnp.exp2(score * each - across(higher, shape))
+        each, least = factor, higher
+        if is_8_bit:  # weights are larger, and so is their sum, which divides the result
+            each, least = across(factor, shape), higher - PEAK
+        weight = jnp.exp2(score * each - across(least, shape))
         mass = mass * shrink + weight.sum(axis=1)
-        total = total * across(shrink, total.shape)
-        narrow = weight.astype(q.dtype)
+        weights = [weight.astype(key.dtype)]
+        if is_8_bit and not is_interpreted:
+            weights = as_operands(weights[0], parts)
         if takes_turns:
-            total, mass, higher, narrow = jax.lax.optimization_barrier(
-                (total, mass, higher, narrow)
+            total, mass, higher, shrink, weights = jax.lax.optimization_barrier(
+                (total, mass, higher, shrink, weights)
             )
             plgpu.barrier_arrive(scratch["turn"].at[0])  # the softmax is done
             plgpu.barrier_wait(scratch["v_in"].at[slot])
             plgpu.barrier_wait(scratch["turn"].at[0])  # the tensor cores are free
         else:
             plgpu.barrier_wait(scratch["v_in"].at[slot])
-        if "weights" in scratch:
-            total += _interpreted_product(scratch["weights"].at[warpgroup], narrow, value, width)
+
+        def add(sums):
+            for narrow, own in zip(weights, values_of(value), strict=True):
+                plgpu.wgmma(sums, narrow, own)
+
+        def added(sums):
+            add(sums)
+            return sums[...]
+
+        total = total * across(shrink, total.shape)
+        if is_interpreted:
+            staged = scratch["weights"].at[warpgroup]
+            total += interpreted_product(staged, weights[0], values_of(value), width)
+        elif is_8_bit:
+            # The tensor cores keep some 14 bits of a sum of products of 8: it begins anew.
+            total += pl.run_scoped(added, plgpu.WGMMAAccumulatorRef(total.shape, jnp.float32))
         else:
-            add = lambda sums: plgpu.wgmma(sums, narrow, value)  # noqa: E731
             total = pl.run_state(add)(plgpu.WGMMAAccumulatorRef.init(total))
         plgpu.barrier_arrive(scratch["used"].at[slot])
         return total, higher, mass
@@ -244,9 +264,9 @@ def compute(
     else:
         plgpu.barrier_wait(arrived)
     query, factor = [mine], scale
-    if "q_8" in scratch:
+    if is_8_bit:
         query = [scratch["q_8"].at[warpgroup, i] for i in range(2)]
-        factor = scale * _in_two_parts(mine, query)
+        factor = scale * query_parts(mine, query)
     if takes_turns:
         pl.when(warpgroup == 1)(pass_turn)
     carry = (
@@ -363,39 +383,10 @@ def compute(
         staged[...] = rounded(own, largest)
         store(staged, columns, index == 0)
 
-    if splits == 1:
+    if tiling.splits == 1:
         store_whole()
     elif work.is_whole is None:
         store_part()
     else:
         pl.when(work.is_whole)(store_whole)
         pl.when(~work.is_whole)(store_part)
-
-
-def _in_two_parts(rows, parts):
-    """Write rows of 16 bits as the sum of two numbers of 8; what they are to be multiplied by.
-
-    bfloat16 has 8 bits of mantissa, e4m3 has 4, and a sign of its own: nothing is lost but of
-    numbers below 2^-9 of the row's largest, which are off by 2^-17 of that at most.
-    """
-    values = load(rows, plgpu.Layout.WGMMA).astype(jnp.float32)
-    factors, scales = factors_of(jnp.abs(values).max(axis=1))
-    values = values * jax.lax.broadcast_in_dim(factors, values.shape, [0])
-    for part in parts:
-        narrow = values.astype(FP8)
-        part[...] = narrow
-        values = values - narrow.astype(jnp.float32)
-    plgpu.commit_smem()
-    return scales
-
-
-def _interpreted_product(staged, weight, value, width):
-    """`weight @ value` for the interpreter: from shared memory into separate sums."""
-    staged[...] = weight
-    plgpu.commit_smem()
-
-    def product(sums):
-        plgpu.wgmma(sums, staged, value)
-        return sums[...]
-
-    return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((ROWS, width), jnp.float32))

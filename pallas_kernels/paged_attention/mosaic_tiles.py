@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from .. import hopper
+from .mosaic_8_bits import BOX, turn
 
 ROWS = 64  # of a warpgroup's product
 FAR = 1 << 29  # beyond every position
@@ -206,11 +206,6 @@ def slot_of(work, tiling, i):
     return jax.lax.rem(_order_of(work, i), whole(tiling.stages))
 
 
-def key_slot_of(work, tiling, i):
-    """Buffer that the keys of tile i are in."""
-    return jax.lax.rem(_order_of(work, i), whole(tiling.key_stages))
-
-
 def _order_of(work, i):
     """How many tiles went through the ring before tile i."""
     order = i - work.low
@@ -224,160 +219,96 @@ def turns_of(work, warpgroup, from_, to):
 
 
 def load(work, fresh_keys, pools, table, scratch, tiling):
-    """What the warpgroup that loads does: the tiles of this work, in order; `drain` comes last.
-
-    The tensor cores take 8-bit keys as they lie. They take 8-bit values only with the keys side by
-    side, so values of 8 bits come to buffers of their own, a piece of a tile each, and are written
-    to the ring in 16 bits, which is exact.
-    """
-    keys, stages, staged = tiling.keys, tiling.stages, tiling.staged
+    """What the warpgroup that loads does: the tiles of this work, in order; `drain` comes last."""
+    keys, stages = tiling.keys, tiling.stages
     T, Z = fresh_keys[0].shape[1], pools[0].shape[2]
+    is_8_bit = "q_8" in scratch
 
-    def wait_until(name, slot, order, stages):
+    def wait_until(name, slot, order):
         """Wait until what was in a buffer before is used."""
 
         @pl.when(order >= stages)
         def _():
             plgpu.barrier_wait(scratch[name].at[slot])
 
-    def fill(buffer, arrived, piece, sources):
+    def fill(buffer, arrived, sources):
         """Load keys or values, box by box."""
-        size = piece // len(sources)
+        size = keys // len(sources)
         for place, source in enumerate(sources):
-            part = buffer if size == piece else buffer.at[pl.ds(place * size, size)]
+            part = buffer if size == keys else buffer.at[pl.ds(place * size, size)]
             plgpu.copy_gmem_to_smem(source, part, arrived)
-        for _spare in range(loads_of(piece, T, Z) - len(sources)):  # the barrier counts loads
+        for _spare in range(loads_of(keys, T, Z) - len(sources)):  # the barrier counts loads
             plgpu.barrier_arrive(arrived)
 
-    def cached(i, piece, offset: Array | int = 0):
-        """The boxes of a piece of a cached tile, in a pool."""
-        j, box = (i + work.skipped) * keys + offset, min(piece, Z)
-        found = [page_of(work, table, Z, j + at) for at in range(0, piece, box)]
+    def cached(i):
+        """The boxes of a cached tile: pages, and the tokens of each where it is larger."""
+        j = (i + work.skipped) * keys
+        found = [page_of(work, table, Z, j + at) for at in range(0, keys, min(keys, Z))]
+        tokens = pl.ds(0, Z)
+        if keys < Z:
+            tokens = pl.ds(pl.multiple_of(found[0][1], keys), keys)
+        return [(jnp.maximum(page, 0), work.g) for page, _ in found], tokens
 
-        def boxes_of(pool):
-            sources = [pool.at[jnp.maximum(page, 0), work.g] for page, _ in found]
-            if piece >= Z:
-                return sources
-            return [sources[0].at[pl.ds(pl.multiple_of(found[0][1], piece), piece)]]
-
-        return boxes_of
-
-    def fresh(i, piece, offset: Array | int = 0):
-        token = (i - work.cached_tiles + work.fresh_first) * keys + offset
-        box = math.gcd(T, piece)
+    def fresh(i, box):
+        token = (i - work.cached_tiles + work.fresh_first) * keys
         # Copies of the last box fill the tile after the last key: the product needs whole
         # tiles of finite values, and the mask hides them.
-        tokens = [jnp.minimum(token + at, T - box) for at in range(0, piece, box)]
+        tokens = [jnp.minimum(token + at, T - box) for at in range(0, keys, box)]
         tokens = [pl.ds(pl.multiple_of(one, box), box) for one in tokens]
-        return lambda array: [array.at[work.b, one, work.g] for one in tokens]
+        return [(work.b, one, work.g) for one in tokens]
 
-    if not staged:
+    def bring_values(i, is_cached, buffer, arrived):
+        """Values of 8 bits, whose tokens lie side by side, page by page."""
+        parts = keys // min(keys, Z)
+        if is_cached:
+            places, tokens = cached(i)
+            for part, place in enumerate(places):
+                plgpu.copy_gmem_to_smem(pools[1].at[*place, :, tokens], buffer.at[part], arrived)
+            return
+        boxes = [fresh_keys[1].at[place] for place in fresh(i, BOX)]
+        each = len(boxes) // parts
+        for part in range(parts):
+            turn(boxes[part * each :][:each], buffer.at[part], "weights" in scratch)
+        plgpu.commit_smem()
+        for _part in range(parts):
+            plgpu.barrier_arrive(arrived)
 
-        def bring(i, _, boxes):
-            slot, order, boxes_of = slot_of(work, tiling, i), _order_of(work, i), boxes(i, keys)
-            if not tiling.shares_rows:
-                wait_until("used", slot, order, stages)
-            pair = fresh_keys if boxes is fresh else pools
-            for array, name, used in zip(pair, "kv", ("k_used", "used"), strict=True):
-                if tiling.shares_rows:
-                    wait_until(used, slot, order, stages)
-                ring, arrived = scratch[f"{name}_ring"].at[slot], scratch[f"{name}_in"].at[slot]
-                fill(ring, arrived, keys, boxes_of(array))
+    def bring(i, _, is_cached):
+        slot, order = slot_of(work, tiling, i), _order_of(work, i)
+        if not tiling.shares_rows:
+            wait_until("used", slot, order)
+        pair = pools if is_cached else fresh_keys
+        for array, name, used in zip(pair, "kv", ("k_used", "used"), strict=True):
+            if tiling.shares_rows:
+                wait_until(used, slot, order)
+            ring, arrived = scratch[f"{name}_ring"].at[slot], scratch[f"{name}_in"].at[slot]
+            if is_8_bit and name == "v":
+                bring_values(i, is_cached, ring, arrived)
+            elif is_cached:
+                places, tokens = cached(i)
+                fill(ring, arrived, [array.at[*place, tokens] for place in places])
+            else:
+                fill(ring, arrived, [array.at[place] for place in fresh(i, math.gcd(T, keys))])
 
-        for span, boxes in ((work.cached, cached), (work.fresh, fresh)):
-            jax.lax.fori_loop(span[0], span[-1], functools.partial(bring, boxes=boxes), None)
-        return
-
-    piece = piece_of(tiling)
-    pieces, ahead = keys // piece, tiling.key_stages - 1
-
-    def either(i, what):
-        """Do it with what tile i is of: cached keys or fresh ones."""
-        is_cached = i < work.cached_tiles
-        pl.when(is_cached)(lambda: what(cached, pools))
-        pl.when(~is_cached)(lambda: what(fresh, fresh_keys))
-
-    def ask_for_keys(i, _=None):
-        slot = key_slot_of(work, tiling, i)
-        wait_until("k_used", slot, _order_of(work, i), tiling.key_stages)
-        ring, arrived = scratch["k_ring"].at[slot], scratch["k_in"].at[slot]
-        either(i, lambda boxes, pair: fill(ring, arrived, keys, boxes(i, keys)(pair[0])))
-
-    def staged_slot(i, part):
-        return jax.lax.rem(_order_of(work, i) * pieces + part, whole(staged))
-
-    def ask_for_values(number, _=None):
-        i, part = jax.lax.div(number, whole(pieces)), jax.lax.rem(number, whole(pieces))
-        slot = staged_slot(i, part)
-        buffer, arrived = scratch["v_8"].at[slot], scratch["v_8_in"].at[slot]
-        at = part * piece
-        either(i, lambda boxes, pair: fill(buffer, arrived, piece, boxes(i, piece, at)(pair[1])))
-
-    def widen(i, _):
-        """Write values to the ring, in 16 bits, and ask for what is to come after."""
-        slot = slot_of(work, tiling, i)
-        wait_until("used", slot, _order_of(work, i), stages)
-        for part in range(pieces):
-            place = staged_slot(i, part)
-            plgpu.barrier_wait(scratch["v_8_in"].at[place])
-            values = _loaded(scratch["v_8"].at[place])
-            buffer = scratch["v_ring"].at[slot]
-            # By way of float32: before CUDA 13.2 the GPU has no other to bfloat16.
-            wide = values.astype(jnp.float32).astype(buffer.dtype)
-            buffer = buffer if pieces == 1 else buffer.at[pl.ds(part * piece, piece)]
-            buffer[...] = wide
-            plgpu.commit_smem()
-            if part == pieces - 1:
-                plgpu.barrier_arrive(scratch["v_in"].at[slot])
-            later = i * pieces + part + staged
-            pl.when(later < last)(functools.partial(ask_for_values, later))
-        # Keys of the tile before are used when this one's values are wanted.
-        pl.when(i + ahead < work.high)(functools.partial(ask_for_keys, i + ahead))
-
-    first, last = work.low * pieces, work.high * pieces
-    jax.lax.fori_loop(work.low, jnp.minimum(work.low + ahead, work.high), ask_for_keys, None)
-    jax.lax.fori_loop(first, jnp.minimum(first + staged, last), ask_for_values, None)
-    jax.lax.fori_loop(work.low, work.high, widen, None)
+    for span, is_cached in ((work.cached, True), (work.fresh, False)):
+        jax.lax.fori_loop(span[0], span[-1], functools.partial(bring, is_cached=is_cached), None)
 
 
-def loads_of(piece, rows, page_size) -> int:
+def loads_of(keys, rows, page_size) -> int:
     """Boxes of the smallest kind in so many keys: what arrives at their barrier."""
-    return piece // min(piece, page_size, math.gcd(rows, piece))
+    return keys // min(keys, page_size, math.gcd(rows, keys))
 
 
 def drain(low, high, scratch, tiling):
     """Wait until the last tiles of [low, high) are used; a thread block may not end before."""
 
-    def wait(i, _, name, stages):
-        plgpu.barrier_wait(scratch[name].at[jax.lax.rem(i - low, whole(stages))])
+    def wait(i, _, name):
+        plgpu.barrier_wait(scratch[name].at[jax.lax.rem(i - low, whole(tiling.stages))])
 
-    rings = {"used": tiling.stages}
-    if "k_used" in scratch:
-        rings["k_used"] = tiling.key_stages
-    for name, stages in rings.items():
-        body = functools.partial(wait, name=name, stages=stages)
-        jax.lax.fori_loop(jnp.maximum(high - stages, low), high, body, None)
-
-
-def piece_of(tiling) -> int:
-    """Values of 8 bits that come at once, at most a tile's."""
-    return min(tiling.keys, 64)
-
-
-def _loaded(ref):
-    """A tile of 8-bit numbers, eight in a row to a thread: the ring takes 16 bytes at once."""
-    from jax.experimental.mosaic.gpu.fragmented_array import Tiling
-
-    width = min(ref.shape[1], 128)
-    lanes = width // 8
-    rows = 32 // lanes  # of a warp
-    layout = plgpu.Layout.TILED(
-        Tiling(((4 * rows, width), (rows, width), (8,))),
-        warp_dims=(-5,),
-        lane_dims=(-3, -2),
-        vector_dim=-1,
-    )
-    return hopper.load(ref, layout)
+    for name in ("used", "k_used"):
+        if name in scratch:
+            body = functools.partial(wait, name=name)
+            jax.lax.fori_loop(jnp.maximum(high - tiling.stages, low), high, body, None)
 
 
 def whole(x) -> Array:

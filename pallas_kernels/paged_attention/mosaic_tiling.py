@@ -6,13 +6,12 @@ depend on no neighbour.
 
 import dataclasses
 import math
-from typing import Any
 
 from jaxtyping import Array
 
 from ..hopper import MULTIPROCESSORS
 from .mosaic_merge import SWIZZLE
-from .mosaic_tiles import ROWS, piece_of
+from .mosaic_tiles import ROWS
 
 _MAX_CLUSTER = 8  # blocks of threads, on every Hopper
 # What `choose_tiling` reckons with, fitted to an H200 (results/paged_attention_h200.json): 64 keys
@@ -54,8 +53,6 @@ class Tiling:
         unsplit_keys: Contexts of no more keys are not split: the blocks of a cluster take rows or
             heads of their own. At one compiled size a request's bits must not depend on its
             neighbours, so this is a number of keys and not a share of all.
-        staged: Pieces of up to 64 values of 8 bits in flight, in front of a ring of `stages` that
-            takes them in 16 bits, beside keys of 8 bits; 0 where they have 16.
         resident: So many blocks, at most, stay and take tiles of rows in turns: the next one's rows
             and keys come while one ends; rows take twice the shared memory. Fewer stay where fewer
             need no more turns: 128 of 132 for 512 tiles. More than the GPU has multiprocessors wait
@@ -71,18 +68,12 @@ class Tiling:
     shares_keys: bool = False
     shares_rows: bool = False
     unsplit_keys: int = 0
-    staged: int = 0
     resident: int = 0
 
     @property
     def row_groups(self) -> int:
         """Sets of 64 rows of a block of threads."""
         return 1 if self.shares_keys or self.shares_rows else self.consumers
-
-    @property
-    def key_stages(self) -> int:
-        """Tiles of keys in flight; where warpgroups take them in turns, an even number."""
-        return (4 if self.keys <= 64 else 3) if self.staged else self.stages
 
     @property
     def parts(self) -> int:
@@ -141,24 +132,21 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
             tiling = Tiling(
                 consumers=consumers,
                 keys=keys,
-                **buffers(keys, H, is_8_bit),
+                stages=buffers(keys, H, is_8_bit),
                 splits=splits,
                 is_cluster=is_cluster,
                 ping_pong=keys == 128 and consumers == 2,
             )
-            if is_cluster and splits > 1 and not holds_parts(q, tiling):
+            if is_cluster and splits > 1 and not holds_parts(q, tiling, is_8_bit):
                 # Three tiles in flight leave room for the parts; not measured against four.
-                name = "staged" if is_8_bit else "stages"
-                three: dict[str, Any] = {name: 3}
-                fewer = dataclasses.replace(tiling, **three)
-                if getattr(tiling, name) > 3 and holds_parts(q, fewer):
+                fewer = dataclasses.replace(tiling, stages=3)
+                if tiling.stages > 3 and holds_parts(q, fewer, is_8_bit):
                     tiling = fewer
             tiling = dataclasses.replace(tiling, unsplit_keys=unsplit_keys(tiling))
             found += [tiling] if splits <= tiles else []
-    rings = buffers(64, H, True) if is_8_bit else {}
-    shared = Tiling(consumers=2, splits=2, shares_keys=True, **rings)
-    if B == 1 and shared.parts <= tiles <= _MOST_SHARED and H <= 128 and holds_parts(q, shared):
-        found.append(shared)
+    shared = Tiling(consumers=2, splits=2, shares_keys=True)
+    if B == 1 and shared.parts <= tiles <= _MOST_SHARED and H <= 128:
+        found += [shared] if holds_parts(q, shared, is_8_bit) else []
     best = min(found, key=microseconds)
     blocks = B * G * -(-warpgroups // best.row_groups)
     if B == 1 or best.splits > 1 or tiles >= _WIDE or H != 128:
@@ -166,48 +154,35 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
     for least, keys in _STAYING[best.consumers]:
         if blocks >= least:
             in_turns = {"resident": MULTIPROCESSORS, "ping_pong": best.consumers == 2}
-            keys = 64 if is_8_bit else keys  # beside pieces of 8 bits no wide tiles fit
-            rings = buffers(keys, H, is_8_bit)
-            return dataclasses.replace(best, keys=keys, **rings, **in_turns)
+            stages = buffers(keys, H, is_8_bit)
+            return dataclasses.replace(best, keys=keys, stages=stages, **in_turns)
     return best
 
 
-def buffers(keys: int, head_size: int, is_8_bit: bool) -> dict[str, Any]:
-    """`stages` and `staged`: the tiles of keys and values that shared memory holds by the rows.
-
-    Of 8-bit ones two are handed on in 16 bits, and the others are in flight.
-    """
-    if is_8_bit:
-        return {"stages": 2, "staged": 4}
-    return {"stages": min(_RING_BYTES // (keys * head_size * 4), 6)}
+def buffers(keys: int, head_size: int, is_8_bit: bool = False) -> int:
+    """The tiles of keys and values that shared memory holds beside the rows."""
+    return min(_RING_BYTES // (keys * head_size * (2 if is_8_bit else 4)), 6)
 
 
-def holds_parts(q: Array, tiling: Tiling) -> bool:
+def holds_parts(q: Array, tiling: Tiling, is_8_bit: bool = False) -> bool:
     """Whether shared memory has room for the parts that a cluster exchanges."""
     H, parts = q.shape[-1], tiling.parts
     of_row = H * q.dtype.itemsize
-    ring = tiling.stages * tiling.keys * of_row
-    ring += tiling.key_stages * tiling.keys * (H if tiling.staged else of_row)
+    ring = 2 * tiling.stages * tiling.keys * (H if is_8_bit else of_row)
     queries = tiling.row_groups * ROWS * of_row
-    if tiling.staged:
-        ring += tiling.staged * piece_of(tiling) * H
+    if is_8_bit:
         queries += tiling.consumers * 2 * ROWS * H
     result, means_and_masses = of_row // parts, (H - H // parts + parts) * 4
     return ring + queries + tiling.consumers * ROWS * (result + means_and_masses) <= _SHARED_BYTES
 
 
-def check_tiling(
-    tiling: Tiling, head_size: int, page_size: int, items: int, is_8_bit: bool = False
-) -> None:
+def check_tiling(tiling: Tiling, head_size: int, page_size: int, items: int) -> None:
     """Refuse a tiling that the kernel cannot run; `items`: tiles of rows of all KV heads.
 
     Raises:
         ValueError: Which setting is wrong, and what to use.
     """
     keys, splits = tiling.keys, tiling.splits
-    if bool(tiling.staged) != is_8_bit:
-        bits, use = (8, "staged=4") if is_8_bit else (16, "staged=0")
-        raise ValueError(f"staged={tiling.staged} for keys of {bits} bits; use {use}")
     if tiling.resident:
         _resident(tiling)
     if tiling.ping_pong and tiling.stages < 2:  # one waits for the keys that the other has left
@@ -265,7 +240,7 @@ def _shares_keys(tiling, head_size):
 def _shares_rows(tiling):
     """Refuse what two warpgroups with halves of the columns do not support."""
     # A second tile of keys would not wait until the sums of the first are exchanged.
-    others = tiling.ping_pong, tiling.shares_keys, tiling.resident, tiling.staged, tiling.stages > 1
+    others = tiling.ping_pong, tiling.shares_keys, tiling.resident, tiling.stages > 1
     if tiling.consumers != 2 or any(others) or (tiling.splits > 1 and tiling.is_cluster):
         raise ValueError(
             f"{tiling} with shares_rows wants two warpgroups, no cluster, and nothing else that "
