@@ -12,7 +12,7 @@ class BackEnd(NamedTuple):
     Attributes:
         run: The function; all back ends of an operation take the same arguments.
         unsupported: Why it cannot take the arguments; None if it can.
-        is_fast: Whether it is faster here than every back end listed after it.
+        is_fast: Whether it is taken before every back end listed after it.
     """
 
     run: Callable[..., Any]
@@ -24,8 +24,8 @@ def choose(implementation: Name | None, back_ends: Mapping[Name, BackEnd]) -> Na
     """The name of the back end to run.
 
     Args:
-        implementation: A name, or None for the first back end that is supported and fast.
-        back_ends: The fastest first; the last one takes all arguments.
+        implementation: A name, or None for the first back end that is supported and `is_fast`.
+        back_ends: The preferred one first; the last one takes all arguments.
 
     Raises:
         NotImplementedError: The named back end cannot take the arguments.

@@ -1,8 +1,9 @@
 """Kernels that are lowered once, not once in every program that launches them.
 
 Lowering a Mosaic kernel is Python, takes some tenths of a second and holds the GIL. An engine has
-dozens of programs that launch the same kernels: all but attention do not see the number of pages.
-Their text also goes to a folder of JAX's compilation cache, if there is one, for the next process.
+dozens of programs that launch the same kernels: all but attention and the cache write do not see
+the number of pages. Their text also goes to a folder of JAX's compilation cache, if there is one,
+for the next process.
 """
 
 import contextlib

@@ -97,7 +97,7 @@ class EngineLayout:
         vocab_size, mask_id, stop_token_ids, unread_token_ids: Of the model.
         knobs: The strategy's thresholds, with the range of each.
         whole_knobs: Those that are whole numbers.
-        ordered_knobs: Those that must not be above another one, and the name of that.
+        ordered_knobs: Those bounded by another: the knob, and the one it must not exceed.
         stuck_text: Why a request ended whose strategy changes nothing; `{}` is the position.
         slot_buckets, page_buckets, prefill_buckets: Compiled sizes, ascending; the last ones
             cover every slot, every page of a request, and (full modes) every prompt.

@@ -104,7 +104,7 @@ class Split:
         return jax.tree.unflatten(tree, placed)
 
     def put(self, path: Any, leaf: Any, cfg: Any) -> Array:
-        """The leaf at a key path on the devices, which it may be on its way to."""
+        """The leaf at a key path on the devices; returns before the copy is done."""
         whole = fitted_leaf(path, leaf, cfg, self.num_parts)
         sharding = NamedSharding(self.mesh, self._spec(path))
         if not sharding.is_fully_addressable:
@@ -131,8 +131,8 @@ class Split:
     def put_rows(self, path: Any, parts: Iterable[np.ndarray]) -> Array:
         """A leaf on the devices from their `rows`.
 
-        While one part is copied the next is read, and the host holds no other. The last one may be
-        on its way.
+        The host holds at most two parts: one that is being copied and one that is being read. It
+        returns before the last copy is done.
         """
         placed: list[Array] = []
         each, sharding = 0, NamedSharding(self.mesh, self._spec(path))

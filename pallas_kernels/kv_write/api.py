@@ -33,7 +33,7 @@ def write_rows(
         page, offset: Where each row goes, the same in all arrays. Places are distinct and pages
             not negative: back ends differ there. A row whose page is P or more is dropped.
         implementation: "xla" (any device), "triton" (NVIDIA GPU), "mosaic" (Hopper, jax 0.11), or
-            None for the fastest.
+            None for the one that is preferred here.
 
     Returns:
         The pages.
@@ -59,12 +59,12 @@ def _write_alike(
     offset: Array,
     implementation: Implementation | None,
 ) -> tuple[Array, ...]:
-    """The same for layers of one shape, keys and values in turns."""
+    """The same for layers of one shape; keys and values alternate."""
     token_last = (False, fp8.is_token_last(pages[1])) * (len(pages) // 2)
-    # Microseconds on an H200, with the loop around it, Mosaic / Triton: LLaDA2-mini, 32 rows,
-    # 35 / 44; SDAR-1.7B, 32 rows, 41 / 50, 1,024 rows 101 / 80 (benchmarks/results/
-    # kv_write_h200.json). Without it and with values of 8 bits, SDAR-1.7B, 8 / 6 and 84 / 57. In a
-    # step a launch takes 3, and JAX has deprecated Triton, so Hopper's path is without it.
+    # Microseconds of a write of SDAR-1.7B on an H200, Mosaic / Triton. 16 bits, with the loop
+    # around it: 32 rows 41 / 50, 1,024 rows 101 / 80 (benchmarks/results/kv_write_h200.json).
+    # 8 bits, without the loop: 8 / 6 and 84 / 57 (benchmarks/notes/layer_launches.md). In a step a
+    # launch takes 3, and JAX has deprecated Triton, so Hopper takes Mosaic where it can.
     is_short = pages[0].dtype.itemsize <= 2
     back_ends = {
         "mosaic": BackEnd(mosaic.write_rows, mosaic.unsupported(pages, page, token_last), is_short),

@@ -25,10 +25,10 @@ def is_token_last(v_pages: Any) -> bool:
     return v_pages.dtype.itemsize == 1
 
 
-def by_token_shape(pages: Any, is_token_last: bool) -> tuple[int, int, int, int]:
-    """The sizes of an array of pages as P G Z H, however it lies."""
+def by_token_shape(pages: Any, last: bool) -> tuple[int, int, int, int]:
+    """The sizes of an array of pages as P G Z H, whether its tokens come last or not."""
     P, G, *sizes = pages.shape
-    Z, H = reversed(sizes) if is_token_last else sizes
+    Z, H = reversed(sizes) if last else sizes
     return P, G, Z, H
 
 

@@ -1,10 +1,10 @@
 """A Pallas Mosaic kernel for NVIDIA Hopper: one launch writes the rows of all layers.
 
 The arrays of pages are mutable to the kernel, so nothing is copied. A program, one warpgroup, takes
-one head of one row of some arrays: all its loads first, then all its stores. (All heads in one
-program, written out, took 42 s to lower for 56 arrays of 8.) Where values are token-last, 16 rows
-that go to tokens side by side share their numbers: each program writes a 16th of the columns of all
-of them, so that a warp stores bytes side by side.
+one head of one row of some arrays: all loads of a kind first, then all its stores. (All heads in
+one program, written out, took 42 s to lower for 56 arrays of 8.) Where values are token-last, 16
+consecutive rows that go to consecutive tokens of a page are written together: each of their 16
+programs writes a 16th of the columns of all 16 rows, so that a warp stores bytes side by side.
 """
 
 import functools
@@ -109,7 +109,7 @@ def _write_rows(*refs, token_last: tuple[bool, ...]):
             written[i][page, head, *where] = values.astype(written[i].dtype)
 
     def together(mine):
-        """As many numbers of it and of its neighbours."""
+        """A 16th of the columns of the 16 rows of its group."""
         first, share = row - row % _NEIGHBOURS, H // _NEIGHBOURS
         some = pl.ds(row % _NEIGHBOURS * share, share)
         tokens = pl.ds(offset - row % _NEIGHBOURS, _NEIGHBOURS)
@@ -148,7 +148,7 @@ def _are_neighbours(pages: Any, offsets: Any, row: Array) -> Array:
 
 def _apart(is_shared: bool) -> Any:
     """A layout with a number to a thread: of a row, or of a few columns of 16 neighbours."""
-    from jax.experimental.mosaic.gpu.fragmented_array import Tiling  # jax 0.10 lacks it
+    from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 
     if is_shared:  # a warp takes 4 columns of 8 tokens
         tiles, warp_dims, lane_dims = ((8, _NEIGHBOURS), (4, 8), (1,)), (-5, -4), (-3, -2)

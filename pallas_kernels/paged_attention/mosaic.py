@@ -33,9 +33,9 @@ from .mask import WindowMask, facts, within_reach
 from .mosaic_blocks import attend
 from .mosaic_merge import part_transforms
 from .mosaic_tiles import ROWS, loads_of
-from .mosaic_tiling import Tiling, check_tiling, choose_tiling, holds_parts
+from .mosaic_tiling import LEAST_8_BIT, Tiling, check_tiling, choose_tiling, holds_parts
 
-_LEAST, _LEAST_8_BIT = 16, 32  # of the inner side of a product of 16-bit or 8-bit numbers
+_LEAST = 16  # of the inner side of a product of 16-bit numbers
 _MOST_BLOCKS = 32  # of a window whose visibility or order is a bit each
 
 
@@ -56,8 +56,8 @@ def unsupported_arguments(q: Array, k_pages: Array, mask: WindowMask) -> str | N
         return f"needs a head size of 64, 128, 256 or 512, got {H}"
     if k_pages.dtype.itemsize == 1 and H > 128:
         return f"needs a head size of 64 or 128 for keys in 8 bits, got {H}"
-    if k_pages.dtype.itemsize == 1 and Z < _LEAST_8_BIT:
-        return f"needs a page size of at least {_LEAST_8_BIT} for values in 8 bits, got {Z}"
+    if k_pages.dtype.itemsize == 1 and Z < LEAST_8_BIT:
+        return f"needs a page size of at least {LEAST_8_BIT} for values in 8 bits, got {Z}"
     if T % _LEAST:
         return f"needs a number of rows that is a multiple of {_LEAST}, got {T}"
     if Z & (Z - 1) or Z < _LEAST:
@@ -146,8 +146,8 @@ def _run(
     tiling = dataclasses.replace(tiling, consumers=consumers, is_cluster=is_cluster)
     groups = tiling.row_groups
     blocks = -(-warpgroups // groups)
-    check_tiling(tiling, H, Z, G * blocks)
     is_8_bit = k.dtype.itemsize == 1
+    check_tiling(tiling, H, Z, G * blocks, is_8_bit)
     buffers = groups * 2 if tiling.resident else groups
     kind = FP8 if is_quantized else q.dtype
     whole = [jax.ShapeDtypeStruct((B, T, N, H), kind)]

@@ -19,7 +19,9 @@ from ..hopper import load, swizzled
 from ..layer.fp8 import DTYPE as FP8
 from ..layer.fp8 import factors_of
 
-PEAK = 8.0  # weights are up to 2^PEAK, of the 448 that e4m3 holds; from 2^(PEAK - 14) to 4 bits
+# Weights are up to 2^PEAK, of the 448 that e4m3 holds: below 2^-14 of their row's largest they have
+# fewer than 4 bits, and below 2^-18 of it they are zero, as in FlashAttention-3.
+PEAK = 8.0
 BOX = 16  # fresh tokens that are turned at once, the least that a window has
 
 

@@ -13,6 +13,7 @@ from ..hopper import MULTIPROCESSORS
 from .mosaic_merge import SWIZZLE
 from .mosaic_tiles import ROWS
 
+LEAST_8_BIT = 32  # of the inner side of a product of 8-bit numbers
 _MAX_CLUSTER = 8  # blocks of threads, on every Hopper
 # What `choose_tiling` reckons with, fitted to an H200 (results/paged_attention_h200.json): 64 keys
 # of head size 128 in tiles of 64 or 128, by one and by two warpgroups; what each block of threads
@@ -176,13 +177,21 @@ def holds_parts(q: Array, tiling: Tiling, is_8_bit: bool = False) -> bool:
     return ring + queries + tiling.consumers * ROWS * (result + means_and_masses) <= _SHARED_BYTES
 
 
-def check_tiling(tiling: Tiling, head_size: int, page_size: int, items: int) -> None:
+def check_tiling(
+    tiling: Tiling, head_size: int, page_size: int, items: int, is_8_bit: bool
+) -> None:
     """Refuse a tiling that the kernel cannot run; `items`: tiles of rows of all KV heads.
 
     Raises:
         ValueError: Which setting is wrong, and what to use.
     """
     keys, splits = tiling.keys, tiling.splits
+    if is_8_bit and (keys < LEAST_8_BIT or tiling.shares_rows):
+        raise ValueError(
+            f"{keys=}, shares_rows={tiling.shares_rows}: 8 bits want tiles of at least "
+            f"{LEAST_8_BIT} keys and warpgroups with rows of their own; use keys=64, "
+            "shares_rows=False"
+        )
     if tiling.resident:
         _resident(tiling)
     if tiling.ping_pong and tiling.stages < 2:  # one waits for the keys that the other has left

@@ -110,7 +110,7 @@ def knob(
         low: Smallest legal value.
         high: Largest legal value.
         whole: Only whole numbers are legal.
-        up_to: Name of another knob, of which it must not be above the value.
+        up_to: Name of another knob, whose value this one must not exceed.
     """
     metadata = {"knob": (low, high), "whole": whole, "up_to": up_to}
     return struct.field(default=default, metadata=metadata)
@@ -132,7 +132,7 @@ def whole_knobs(strategy: Any) -> frozenset[str]:
 
 
 def ordered_knobs(strategy: Any) -> dict[str, str]:
-    """Names of knobs that must not be above another one, and the name of that."""
+    """Knobs that are bounded by another: the knob, and the one that it must not exceed."""
     fields = dataclasses.fields(strategy)
     return {f.name: f.metadata["up_to"] for f in fields if f.metadata.get("up_to")}
 
@@ -187,6 +187,9 @@ def check_knobs(strategy: Any, values: Mapping[str, Any] | None = None) -> None:
     for name, value in own.items():
         check_knob(strategy, name, value)
     for low, high in ordered_knobs(strategy).items():
+        if high not in own:
+            known = ", ".join(knob_ranges(strategy))
+            raise ValueError(f"up_to={high!r} of {low} names no knob; use one of {known}")
         value, most = own[low], own[high]
         # Of arrays, one value a slot or a run, the values are not known.
         if isinstance(value, Real) and isinstance(most, Real) and value > most:

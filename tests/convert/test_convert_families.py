@@ -556,15 +556,20 @@ FAULTS = [
         "sdar_moe",
         {},
         add(**{EXPERTS + "3.gate_proj.weight_scale_inv": (1, 1)}),
-        "the weights are quantised (fp8, blockwise), which is not supported",
+        "the weights are quantised (fp8, blockwise), and config.json has no quantization_config",
     ),
     (
         "llada2",
         {},
         add(**{EXPERTS + "3.up_proj.weight_packed": (1, 1)}),
-        "the weights are quantised (compressed-tensors), which is not supported",
+        "the weights are quantised (compressed-tensors), and config.json has no",
     ),
-    ("llada", {}, add(**{BLOCK + "q_proj.g_idx": 4}), "quantised (GPTQ), which is not supported"),
+    (
+        "llada",
+        {},
+        add(**{BLOCK + "q_proj.g_idx": 4}),
+        "quantised (GPTQ), and config.json has no quantization_config",
+    ),
     (
         "dream",
         {},

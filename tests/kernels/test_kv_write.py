@@ -211,9 +211,10 @@ def test_the_kernel_is_chosen_for_16_bits_on_a_gpu(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", E4M3])
 @pytest.mark.parametrize("arrays", [2, 56])
-def test_rows_go_where_they_belong_on_a_gpu(arrays, dtype):
+@pytest.mark.parametrize("form", ["triton", "mosaic"])
+def test_rows_go_where_they_belong_on_a_gpu(arrays, dtype, form):
     pages, rows, token_last = case(arrays, dtype, dtype, heads=8, size=128)
-    run = jax.jit(functools.partial(write_rows, implementation="triton"), donate_argnames="pages")
+    run = jax.jit(functools.partial(write_rows, implementation=form), donate_argnames="pages")
     given = pairs(pages)
     got = jax.tree.leaves(run(pages=given, rows=pairs(rows), page=PAGE, offset=OFFSET))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))

@@ -751,6 +751,11 @@ def test_mosaic_needs_a_hopper_gpu():
     run = functools.partial(mosaic.attention, tiling=mosaic.Tiling(keys=96))
     with pytest.raises(ValueError, match="keys=96 and a page of 64 must divide one another"):
         jax.eval_shape(run, *arguments)
+    q, *others = arguments
+    narrow = [jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn) for x in others[:4]]
+    run = functools.partial(mosaic.attention, tiling=mosaic.Tiling(keys=16))
+    with pytest.raises(ValueError, match=r"keys=16.*8 bits want tiles of at least 32 keys"):
+        jax.eval_shape(run, q, *narrow, *others[4:])
 
 
 @pytest.mark.parametrize(

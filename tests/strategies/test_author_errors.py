@@ -25,6 +25,7 @@ from dllm_jax.strategies import (
     sampling,
 )
 from dllm_jax.strategies.core.errors import described
+from dllm_jax.strategies.core.knobs import knob
 from dllm_jax.strategies.core.resolve import as_strategy, load_strategy
 from dllm_jax.strategies.testing import run_script
 
@@ -181,6 +182,14 @@ def test_timesteps_take_a_plain_number():
     assert run_script(Written(**how), [7] * 4, **SCRIPT) == knob
     certain = run_script(Written(accept_threshold=1.0, **how), [7] * 4, **SCRIPT)
     assert certain.nfe > knob.nfe  # a forward may fill nothing
+
+
+def test_a_knob_bounded_by_none_is_refused():
+    class Bounded(BlockDiffusion):
+        least: float = knob(0.1, 0.0, 1.0, up_to="most")
+
+    with pytest.raises(ValueError, match="up_to='most' of least names no knob; use one of"):
+        Bounded()
 
 
 def test_a_threshold_without_an_axis_is_refused():
