@@ -28,10 +28,16 @@ from .shards import Shards, Stored, quantised, read_shards
 from .tensor_names import table_of
 from .tokenizer_files import present, read_facts, read_json
 
-# Weights beside the shards that are not read, although the model depends on them.
+# Weights beside the shards that are not read, although the model depends on them; by family.
+_UNO = "adapter/adapter_config.json"
 _OUTSIDE = {
-    "mask_embedding.pt": "mask_embedding.pt replaces a row of the target's embedding (MiMo), which "
-    "is not supported; use a draft whose mask is a row of that"
+    ("sdar", _UNO): f"{_UNO} makes this Uno, whose adapter is on while it drafts and off while it "
+    "judges, which is not supported; planned",
+    (
+        "dflash",
+        "mask_embedding.pt",
+    ): "mask_embedding.pt replaces a row of the target's embedding (MiMo), which "
+    "is not supported; use a draft whose mask is a row of that",
 }
 _MOST_EXPERTS = 100_000  # of all layers, beyond what the files have tensors for
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -80,7 +86,11 @@ def _described(report: Report, networks: Networks, allow_extra: bool) -> Report:
         asked = _asked(folder, parsed, param_shapes(np.float32), shards.tensors)
         differences, remarks = compare(asked, shards.tensors, allow_extra=allow_extra)
         problems += differences
-        problems += [_OUTSIDE[name] for name in _OUTSIDE if (folder / name).exists()]
+        problems += [
+            reason
+            for (family, name), reason in _OUTSIDE.items()
+            if family == parsed.family and (folder / name).exists()
+        ]
         notes += remarks
         places = tuple(place for place in asked.places if place.name in shards.tensors)
     return dataclasses.replace(

@@ -193,6 +193,10 @@ def read_scheme(folder: Path, config: Mapping[str, Any]) -> Scheme | None:
     Raises:
         ValueError: In a way that is not supported.
     """
+    mlx = json_object(config.get("quantization") or config.get(KEYS[0]))
+    if "quant_method" not in mlx and {"bits", "group_size"} <= mlx.keys():
+        what = f"MLX, bits={mlx['bits']!r}, group_size={mlx['group_size']!r}"
+        raise ValueError(_refusal(what, "its packing is Apple's own; use the bfloat16 checkpoint"))
     key = next((key for key in KEYS if config.get(key)), None)
     if key is not None and not isinstance(config[key], dict):
         rule = "it must be an object that says how"
@@ -348,6 +352,10 @@ def _gptq(said: Mapping[str, Any]) -> Scheme:
     form = said.get("checkpoint_format", "gptq")
     if form not in ("gptq", "gptq_v2"):
         raise ValueError(_refusal(f"GPTQ with checkpoint_format={form!r}", "use gptq or gptq_v2"))
+    other = [key for key in json_object(said.get("dynamic")) if not key.startswith("-:")]
+    if other:
+        what = f"GPTQ with dynamic={', '.join(map(str, other))}"
+        raise ValueError(_refusal(what, "all matrices must be stored alike, or in 16 bits"))
     return Scheme(
         name="GPTQ" if form == "gptq" else "GPTQ v2",
         kind="gptq",

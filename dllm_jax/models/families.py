@@ -19,6 +19,7 @@ from dllm_jax.models.dflash import DFlashConfig
 from dllm_jax.models.family_settings import settings_of
 from dllm_jax.models.family_table import (
     DRAFTS,
+    DREAMON,
     FAMILIES,
     RELATIVES,
     UNI,
@@ -33,6 +34,8 @@ from dllm_jax.models.moe import MoEConfig
 _PARSERS = {**PARSERS, "dflash": dflash, "diffusion_gemma": diffusion_gemma}
 # Families whose model_type is also another's.
 _MODEL_TYPES = {"dream": "Dream", "dream_reasoner": "Dream", "stable_diffcoder": "llama"}
+# Entries with ids that make a text longer or shorter while it is written.
+_RESIZES = re.compile(r"(expand|delete|insert|split|merge)\w*_token_ids?")
 
 
 class Parsed(NamedTuple):
@@ -73,6 +76,7 @@ def parse_config(
     network = _PARSERS[family.dialect](fields, family.layers)
     tokens = _tokens(fields, family, network["vocab_size"], generation, facts)
     settings = settings_of(fields, family, network, name, "delete_token_id" in tokens)
+    _refuse_resizing(fields, family, generation, facts)
     if family.dialect == "diffusion_gemma":
         settings["numbers"] = numbers(generation, problems)
     cfg = None
@@ -125,14 +129,41 @@ def find_family(config: Json, name: str = "") -> Family:
     shown = f"architecture {named[0] if named else None!r} (model_type {model_type!r})"
     if any(re.search(UNI, str(text), re.IGNORECASE) for text in (*named, model_type, name)):
         raise ConfigError([f"{shown} is LLaDA2.0-Uni, which also reads images: not supported"])
+    if "speculators_model_type" in config:  # the class name may be z-lab's
+        raise ConfigError([_relative(shown, "speculator")])
     for said in named or [model_type]:
         for family in (*FAMILIES, *DRAFTS):
             if said in (family.architecture, *family.also, *family.model_types):
                 return family
-        if isinstance(said, str) and said in RELATIVES:
-            raise ConfigError([f"{shown} is not supported: {RELATIVES[said]}"])
+        if reason := _relative(shown, said):
+            raise ConfigError([reason])
     known = ", ".join(f"{f.architecture} ({f.name})" for f in (*FAMILIES, *DRAFTS))
-    raise ConfigError([f"{shown} is unknown; known are {known}"])
+    unknown = f"{shown} is unknown; known are {known}; docs/models.md lists what is planned"
+    raise ConfigError([_relative(shown, model_type) or _relative(shown, name) or unknown])
+
+
+def _relative(shown: str, said: Any) -> str:
+    """Why a class, type or name that is one of `RELATIVES` is refused; empty for another."""
+    for pattern, reason in RELATIVES.items():
+        if isinstance(said, str) and re.fullmatch(pattern, said, re.IGNORECASE):
+            return f"{shown} is not supported: {reason}"
+    return ""
+
+
+def _refuse_resizing(
+    fields: Fields, family: Family, generation: Json, facts: TokenizerFacts
+) -> None:
+    """A problem for a model that denoises and has ids that its family does not know."""
+    said = {**generation, **fields.config}
+    found = [
+        f"{key}={said[key]!r}"
+        for key in sorted(said)
+        if _RESIZES.fullmatch(key) and key not in family.edits and said[key] not in (None, -1, [])
+    ]
+    if not family.edits and facts.id_of("<|expand|>") is not None:
+        found.append("the token <|expand|>")
+    if found and family.mask_tokens:
+        fields.problems.append(f"{' and '.join(found)}: this is a model such as {DREAMON}")
 
 
 def config_from_json(family: str, mapping: Mapping[str, Any]) -> DenseConfig:

@@ -87,6 +87,8 @@ def _hinted(fields: Fields, family: Family, strategy: str, name: str) -> dict[st
         if not re.search(hint.pattern, name, re.IGNORECASE):
             continue
         changes |= hint.settings
+        if hint.refusal:
+            fields.problems.append(f"{name} is by its name {hint.refusal}")
         if hint.strategy not in (None, strategy):
             fields.notes.append(
                 f"{name} is by its name made for the strategy {hint.strategy!r}, which its files "

@@ -92,11 +92,13 @@ class Hint:
         settings: Fields of `Decoding`, and `trained_len`, that it changes.
         strategy: The strategy such a checkpoint was trained for. It is only noted, because a name
             proves nothing.
+        refusal: What such a folder is, where it is none of the family.
     """
 
     pattern: str
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     strategy: str | None = None
+    refusal: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,6 +166,13 @@ def with_d2f_adapter(defaults: FamilyDefaults) -> FamilyDefaults:
     )
 
 
+# Networks that call themselves a family below.
+UNO = "Uno, whose adapter is on while it drafts and off while it judges; planned"
+DREAMON = (
+    "DreamOn: its expand and delete ids change the length of the text while it is written, which "
+    "is not supported"
+)
+
 _QWEN2 = Layers(qkv_bias=True)
 _QWEN3 = Layers(qk_norm=True)
 _QWEN_ENDS = (151643, 151645)  # <|endoftext|>, <|im_end|>
@@ -214,6 +223,7 @@ FAMILIES = (
         hints=(
             Hint(pattern="diffucoder", settings={"temperature": 0.3, "trained_len": None}),
             Hint(pattern="diffucoder.*cpgrpo", settings={"temperature": 0.4}),
+            Hint(pattern=r"\bdreamon\b", refusal=DREAMON),
         ),
     ),
     # Dream-org/DreamReasoner-8B
@@ -275,6 +285,7 @@ FAMILIES = (
         mask_tokens=("<|MASK|>", "<MASK>"),
         stop_token_ids=_QWEN_ENDS,
         pad_token_id=151643,
+        hints=(Hint(pattern=r"\buno\b", refusal=UNO),),
     ),
     # JetLM/SDAR-30B-A3B-Chat
     Family(
@@ -403,20 +414,28 @@ BLOCK_ROUTED: Mapping[str, Any] = {
     "alternatives": (),
 }
 
+_SPECULATORS = "a drafter in speculators' form has a vocabulary and layer numbers of its own"
+_THREE_MODES = "it has three modes in one network; planned"
 _HYBRID = "its linear attention keeps a state beside keys and values, which is not run here"
-# Unsupported classes that are easily confused with one above, and how they differ.
+_CONVOLUTIONS = "its short convolutions keep a state beside keys and values, which is not run here"
+# Unsupported models that are easily confused with one above, and how they differ: patterns of the
+# whole class name or model_type, in any case. Of a class that is not known, a name counts as well.
 RELATIVES = {
-    "DFlash2DraftModel": "DFlash 2 has convolutions and a selector; use a draft of the first "
+    "dflash2draftmodel": "DFlash 2 has convolutions and a selector; use a draft of the first "
     "version",
-    "DFlashLagunaForCausalLM": "its attention has gates that DFlash's first version lacks",
-    "DFlashSpeculator": "speculators' drafts have a vocabulary and a config of their own; use a "
-    "draft in z-lab/dflash's form",
-    **dict.fromkeys(
-        ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), _HYBRID
-    ),
-    "LLaDAMoEModelLM": "LLaDA-MoE has OLMoE's layers, not those of LLaDA or LLaDA2",
-    "llada_moe": "LLaDA-MoE has OLMoE's layers, not those of LLaDA or LLaDA2",
-    "Dream": "that alone does not say whether its layers are Qwen2's or Qwen3's; "
+    "dflashlaguna.*": "its attention has gates that DFlash's first version lacks",
+    ".*(speculator|eagle3draftmodel|dsparkdraftmodel)": _SPECULATORS
+    + "; planned for DFlash and DSpark; use a draft in z-lab/dflash's form",
+    ".*dspark.*": "a DSpark drafter corrects each draft by the one before it; planned",
+    "qwen3_?next.*|qwen3_5.*": _HYBRID,
+    ".*lfm-?2.*": _CONVOLUTIONS,
+    ".*two.?tower.*": "a frozen Mamba-2 tower keeps a state beside keys and values, which is not "
+    "run here",
+    "nemotron.?labs.?diffusion.*|ministraldiffencoder.*": _THREE_MODES,
+    "wedlm.*": "it attends in the order in which cells were filled",
+    "llada_?moe.*": "LLaDA-MoE is Qwen3-MoE with other names and weights that are never normed; "
+    "planned",
+    "dream": "that alone does not say whether its layers are Qwen2's or Qwen3's; "
     'add "architectures": ["DreamModel"] or ["DreamForCausalLM"] to config.json',
 }
 # LLaDA2.0-Uni also reads and draws images; its class has not been published under one name.

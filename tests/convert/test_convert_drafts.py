@@ -115,6 +115,15 @@ def test_a_mask_embedding_beside_the_shards_is_a_problem(tmp_path):
     assert "mask_embedding.pt replaces a row of the target's embedding" in problem
 
 
+def test_48_3_an_adapter_beside_sdar_is_unos(tmp_path):
+    folder = write_tiny("sdar", tmp_path / "u")
+    assert inspect(folder).problems == ()
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
+    (problem,) = inspect(folder).problems
+    assert "makes this Uno, whose adapter is on while it drafts and off while it judges" in problem
+
+
 def test_fewer_states_than_the_projection_takes_are_a_problem(tmp_path):
     folder = write_draft(tmp_path / "draft")
     config = {**CONFIG, "dflash_config": {**OWN, "target_layer_ids": [1]}}

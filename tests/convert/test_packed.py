@@ -179,6 +179,11 @@ GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strat
         ({"quant_method": "gptq", "bits": 4, "group_size": "x"}, "group_size='x'"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size=0"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin'"),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 8, "dynamic": {"+:.*down": {}}},
+            "GPTQ with dynamic=+:.*down",
+        ),
+        ({"bits": 4, "group_size": 64}, "MLX, bits=4, group_size=64"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "'gemv'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "blocks of [128]"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2'"),
@@ -213,6 +218,17 @@ def test_other_formats_are_refused_by_name(tmp_path, said, reported):
         read_scheme(tmp_path, {"quantization_config": said})
     assert reported in str(error.value)
     assert "which is not supported; " in str(error.value)
+
+
+def test_45_12_mlx_folders_and_matrices_left_out_of_gptq(tmp_path):
+    folder = write_tiny("sdar", tmp_path / "mlx")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization"] = {"bits": 4, "group_size": 64, "model.norm": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    (problem,) = inspect(folder).problems
+    assert "quantised (MLX, bits=4, group_size=64)" in problem
+    left_out = opened(tmp_path, "gptq 4 bits", dynamic={"-:.*down_proj": {}})
+    assert left_out[2] == []
 
 
 def test_modelopt_may_say_it_in_a_file_of_its_own(tmp_path):

@@ -92,8 +92,6 @@ def test_the_first_class_named_is_believed():
 @pytest.mark.parametrize(
     ("config", "name", "words"),
     [
-        ({"architectures": ["LLaDAMoEModelLM"]}, "", "LLaDA-MoE has OLMoE's layers"),
-        ({"model_type": "llada_moe"}, "", "LLaDA-MoE has OLMoE's layers"),
         (
             {"model_type": "Dream"},
             "",
@@ -113,6 +111,73 @@ def test_near_relatives_and_strangers_are_refused_by_name(config, name, words):
     with pytest.raises(ConfigError) as caught:
         find_family(config, name)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "reason"),
+    [
+        ("NemotronLabsDiffusionModel", "", "three modes in one network; planned"),
+        ("MinistralDiffEncoderModel", "", "three modes in one network; planned"),
+        ({"model_type": "nemotron_labs_diffusion"}, "", "three modes in one network; planned"),
+        ("WeDLMForCausalLM", "", "the order in which cells were filled"),
+        ({"model_type": "wedlm"}, "", "the order in which cells were filled"),
+        ("TwoTowerForCausalLM", "", "a frozen Mamba-2 tower"),
+        ("SomethingNew", "Nemotron-TwoTower-30B", "a frozen Mamba-2 tower"),
+        ({"architectures": ["New"], "model_type": "two_tower"}, "", "a frozen Mamba-2 tower"),
+        ("Lfm2ForMaskedDiffusion", "", "short convolutions keep a state"),
+        ("SomethingNew", "LFM2.5-Diffusion-1.2B", "short convolutions keep a state"),
+        ({"model_type": "lfm2_diffusion"}, "", "short convolutions keep a state"),
+        ("Qwen3DSparkModel", "", "corrects each draft by the one before it; planned"),
+        ("DSparkDraftModel", "", "speculators' form has a vocabulary and layer numbers of its own"),
+        ("DSparkSpeculator", "", "speculators' form"),
+        ("Eagle3Speculator", "", "speculators' form"),
+        (
+            {"architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash"},
+            "",
+            "speculators' form",
+        ),
+        ("Unseen", "", "; docs/models.md lists what is planned"),
+    ],
+)
+def test_48_3_relatives_have_the_true_reason(config, name, reason):
+    config = {"architectures": [config]} if isinstance(config, str) else config
+    with pytest.raises(ConfigError) as caught:
+        parse_config(config, name=name)
+    assert len(caught.value.problems) == 1
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+DREAMON = "DreamOn: its expand and delete ids change the length of the text while it is written"
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "generation", "vocabulary", "name"),
+    [
+        ("dream", {"expand_token_id": 48}, {}, {}, ""),
+        ("dream", {"delete_token_id": 48}, {}, {}, ""),
+        ("dream", {}, {"expand_token_id": 48}, {}, ""),
+        ("dream", {}, {}, {"<|expand|>": 48}, ""),
+        ("dream", {}, {}, {}, "DreamOn-v0-7B"),
+        ("sdar", {"insert_token_ids": [48, 49]}, {}, {}, ""),
+        ("llada", {"split_token_id": 0}, {}, {}, ""),
+        ("llada2", {"expand_token_id": 48}, {}, {}, ""),
+    ],
+)
+def test_45_12_ids_that_expand_or_delete_are_refused(family, config, generation, vocabulary, name):
+    files = {**CONFIGS[family], **config, "mask_token_id": 47}
+    facts = TokenizerFacts(vocabulary=vocabulary)
+    with pytest.raises(ConfigError, match=DREAMON) as caught:
+        parse_config(files, generation, facts, name=name)
+    assert len(caught.value.problems) == 1
+
+
+def test_45_12_what_changes_no_length_still_loads():
+    assert parse("dream", expand_token_id=None, delete_token_id=-1).notes == ()
+    assert parse("llada2_2").defaults.delete_token_id == 48
+    assert parse("qwen3", expand_token_id=48).family == "qwen3", "it denoises nothing"
+    assert parse("sdar", name="juno-unosdar").family == "sdar"
+    refused("sdar", "Uno, whose adapter is on while it drafts", name="uno-qwen3-8B")
 
 
 # Llama's names.
