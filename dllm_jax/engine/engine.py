@@ -8,6 +8,7 @@ recovery need no synchronisation: a sequence resumes from its last fetch, and la
 overwrite what the device still writes for it.
 """
 
+import contextlib
 import dataclasses
 import time
 from collections import Counter, abc, deque
@@ -19,6 +20,7 @@ import numpy as np
 from dllm_jax.engine import checks
 from dllm_jax.engine.admission import ActiveRequest, accept
 from dllm_jax.engine.detokenize import TextStream
+from dllm_jax.engine.faults import Faults
 from dllm_jax.engine.layout import CompileFailure, DeviceFailure, EngineLayout
 from dllm_jax.engine.outputs import is_whole, output
 from dllm_jax.engine.requests import DraftMetrics, Request, RequestOutput
@@ -52,6 +54,7 @@ class Stats:
     num_steps: int
     num_preemptions: int
     num_failures: int
+    num_faults: int
     num_late_compiles: int
     num_programs: int
     num_compiled: int
@@ -86,6 +89,7 @@ class Engine:
 
     Attributes:
         drafted: How drafts fared in all texts that ended; None without a drafting strategy.
+        faults: Exceptions that ended one request each.
         is_open: Requests come at any time, as to a server; see `rounds.num_steps`.
     """
 
@@ -101,6 +105,7 @@ class Engine:
         self.layout: EngineLayout = runner.layout
         self.scheduler = Scheduler(self.layout)
         self.drafted: DraftMetrics | None = None
+        self.faults = Faults()
         self.is_open = False
         self._tokenizer, self._seed, self._clock = tokenizer, seed, clock
         self._save_snapshot = save_snapshot
@@ -228,6 +233,7 @@ class Engine:
             num_steps=counts["num_steps"],
             num_preemptions=self.scheduler.num_preemptions,
             num_failures=counts["num_failures"],
+            num_faults=self.faults.count,
             num_late_compiles=self.runner.num_late_compiles,
             num_programs=self.runner.num_programs,
             num_compiled=self.runner.num_compiled,
@@ -249,7 +255,8 @@ class Engine:
         scheduler, cost = self.scheduler, self.runner.cost
         if scheduler.has_waiting:
             for sequence in scheduler.admit():
-                self._place(sequence)
+                with self._alone(sequence):
+                    self._place(sequence)
         decoding = scheduler.decoding()
         steps = num_steps(self._step_s, scheduler, decoding, cost, self.is_open)
         last_pass = None
@@ -269,6 +276,16 @@ class Engine:
         sized = groups(scheduler, scheduler.decoding(), steps, cost)
         self._rounds.append(_Round([self._decode(*group) for group in sized]))
         return True
+
+    @contextlib.contextmanager
+    def _alone(self, sequence: Sequence) -> abc.Iterator[None]:
+        """Whatever is raised here ends the sequence alone; a failure of the device concerns all."""
+        try:
+            yield
+        except DeviceFailure:
+            raise
+        except Exception as error:
+            self._end(sequence, "error", f"the request failed: {self.faults.note(error)}")
 
     def _place(self, sequence: Sequence) -> None:
         if sequence.admitted_s is None:
@@ -298,11 +315,12 @@ class Engine:
         budget = Budget(self.scheduler, decoding, steps, self.runner.cost)
         last = None
         for sequence in [s for s in self.scheduler.live if s.stage == PREFILL]:
-            while sequence.done < sequence.start:
+            while sequence.stage == PREFILL and sequence.done < sequence.start:
                 piece = budget.take(sequence, forced=last is None)
                 if piece is None:
                     return last
-                last = self._run_pass(sequence, piece)
+                with self._alone(sequence):
+                    last = self._run_pass(sequence, piece)
         return last
 
     def _run_pass(self, sequence: Sequence, piece: Pass) -> Any:
@@ -425,6 +443,7 @@ class Engine:
             sequence.stream.feed(sequence.tokens, last)
         except BaseException as error:  # whatever a tokenizer raises ends this request alone
             checks.raise_exit(error)
+            self.faults.note(error)
             sequence.owner.error = _tokenizer_failed(error)
             return "error"
         if sequence.stream.stopped is None:
@@ -555,6 +574,7 @@ class Engine:
             return output(active, self._clock())
         except BaseException as error:  # of a tokenizer, asked what may be shown
             checks.raise_exit(error)
+            self.faults.note(error)
             for sequence in active.sequences:
                 self._end(sequence, "error", _tokenizer_failed(error))
             return output(active, self._clock())

@@ -16,11 +16,15 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+
+import msgspec
 
 from dllm_jax import structured
 from dllm_jax.api.questions import Read
+from dllm_jax.engine.checks import Refused
+from dllm_jax.engine.faults import Faults
 from dllm_jax.engine.inbox import News
 from dllm_jax.engine.requests import Request, RequestOutput, SamplingParams
 from dllm_jax.serve import pipe
@@ -32,6 +36,9 @@ CPU_NICENESS = 5  # XLA's threads would starve the front
 SWITCH_S = 5e-4  # until the loop may run beside a thread that compiles
 _READ_BYTES = 1 << 20
 _COUNTS_PERIOD_S = 0.5
+# Steps in a row that may raise: the engine mends itself after the first, the second ends the
+# requests that run, and with the third it is the engine that is broken.
+_MOST_FAILED_STEPS = 3
 
 
 class Served(NamedTuple):
@@ -65,8 +72,8 @@ class Outbox:
     nothing. There is no thread: the loop would hold the interpreter while it waits for its turn.
     """
 
-    def __init__(self, sock: socket.socket):
-        self._sock = sock
+    def __init__(self, sock: socket.socket, faults: Faults | None = None):
+        self._sock, self._faults = sock, faults or Faults()
         self._rest = memoryview(b"")
         self._messages: deque[Message] = deque()
         self._deltas: dict[tuple[int, int], Delta] = {}
@@ -126,12 +133,34 @@ class Outbox:
         try:
             while self._rest or self._messages or self._counts is not None:
                 if not self._rest:
-                    self._rest = memoryview(b"".join(map(pipe.frame, self._take())))
+                    self._rest = memoryview(b"".join(self._frames(self._take())))
                 self._rest = self._rest[self._sock.send(self._rest, socket.MSG_DONTWAIT) :]
         except BlockingIOError:
             pass
         except OSError:  # the front is gone: the loop sees it where it reads
             self._rest = self._rest[:0]
+
+    def _frames(self, messages: list[Message]) -> Iterator[bytes]:
+        """The messages as bytes; what cannot be written ends its request and no other."""
+        for message in messages:
+            try:
+                yield pipe.frame(message)
+            except Exception as error:
+                if isinstance(message, pipe.Moved):
+                    yield from self._apart(message)
+                else:
+                    request_id = getattr(message, "id", pipe.NO_ID)
+                    yield pipe.frame(pipe.Refused(request_id, self._faults.note(error), status=500))
+
+    def _apart(self, moved: pipe.Moved) -> Iterator[bytes]:
+        """Each delta in a message of its own."""
+        yield pipe.frame(pipe.Moved([], moved.counts))
+        counts = msgspec.structs.replace(moved.counts, steps=[])
+        for delta in moved.deltas:
+            try:
+                yield pipe.frame(pipe.Moved([delta], counts))
+            except Exception as error:
+                yield pipe.frame(pipe.Refused(delta.id, self._faults.note(error), status=500))
 
     def _take(self) -> list[Message]:
         messages = list(self._messages)
@@ -159,15 +188,16 @@ class Loop:
         sock: The front's socket.
     """
 
-    def __init__(self, served: Served, sock: socket.socket, outbox: Outbox):
+    def __init__(self, served: Served, sock: socket.socket, outbox: Outbox, faults: Faults):
         self._served, self._engine = served, served.engine
-        self._engine.is_open = True
+        self._engine.is_open, self._engine.faults = True, faults
+        self._faults = faults
         self._sock, self._outbox = sock, outbox
         self._reader = pipe.Reader(pipe.ToEngine)
         self._live: dict[str, _Live] = {}
         self._prompts: dict[int, list[str]] = {}
         self._pieces: dict[int, str] = {}
-        self._num_steps = 0
+        self._num_steps = self._num_failed_steps = 0
 
     def run(self) -> None:
         """Work until the front closes the socket."""
@@ -177,24 +207,19 @@ class Loop:
             if messages is None:
                 return
             for message in messages:
-                if isinstance(message, pipe.Add):
-                    self._add(message)
-                elif isinstance(message, pipe.Ask):
-                    self._read(message)
-                elif isinstance(message, pipe.Abort):
-                    self._abort(message.id)
+                self._handle(message)
             self._outbox.push()
             if not self._engine.has_work:
                 continue
             started = time.perf_counter()
-            deltas = [delta for output in self._engine.step() for delta in self._deltas(output)]
+            deltas = [delta for output in self._step() for delta in self._deltas(output)]
             now = time.perf_counter()
             stats = self._engine.stats()
             ran, self._num_steps = stats.num_steps - self._num_steps, stats.num_steps
             steps = [(ran, now - started)] if ran else []
             is_idle = not self._engine.has_work
             if deltas or steps or is_idle or now - sent_s > _COUNTS_PERIOD_S:
-                self._outbox.put(deltas, _counts(stats, steps))
+                self._outbox.put(deltas, self._counts(stats, steps))
                 sent_s = now
 
     def _receive(self) -> list[Any] | None:
@@ -214,34 +239,69 @@ class Loop:
                 return None
             messages += self._reader.feed(data)
 
+    def _handle(self, message: Any) -> None:
+        """Whatever a message raises ends its request and no other."""
+        try:
+            if isinstance(message, pipe.Add):
+                self._add(message)
+            elif isinstance(message, pipe.Ask):
+                self._read(message)
+            elif isinstance(message, pipe.Abort):
+                self._abort(message.id)
+            elif isinstance(message, pipe.Broken):
+                self._fail(message.id, message.error)
+        except ValueError as error:
+            self._refuse(message.id, error)
+        except Exception as error:
+            self._fail(message.id, error)
+
+    def _refuse(self, request_id: int, error: ValueError) -> None:
+        """The request asks for what cannot be; nothing of it runs."""
+        self._abort(request_id)
+        param, code = getattr(error, "param", None), getattr(error, "code", "invalid_value")
+        self._outbox.queue(pipe.Refused(request_id, str(error), param, code))
+
+    def _fail(self, request_id: int, error: Exception) -> None:
+        """Our handling of the request raised; nothing of it runs any more."""
+        self._abort(request_id)
+        self._outbox.queue(pipe.Refused(request_id, self._faults.note(error), status=500))
+        self._outbox.put([], self._counts(self._engine.stats(), []))
+
+    def _step(self) -> list[RequestOutput]:
+        """A step of the engine, which mends itself after an exception that is of no request."""
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            self._num_failed_steps += 1
+            if self._num_failed_steps >= _MOST_FAILED_STEPS:
+                raise
+            self._faults.note(error)
+            if self._num_failed_steps > 1:
+                for request_id in list(self._prompts):
+                    self._fail(request_id, error)
+            return []
+        self._num_failed_steps = 0
+        return outputs
+
     def _add(self, add: pipe.Add) -> None:
         """Queue every prompt or none."""
         n = int(add.params.get("n", 1))
-        names: list[str] = []
-        try:
-            params = _params(add.params)
-            for number, prompt in enumerate(add.prompts):
-                name = f"{add.id}.{number}"
-                fields = {
-                    "params": params,
-                    "request_id": name,
-                    "stream": add.stream,
-                    "denoise": add.denoise,
-                    "deadline_s": add.deadline_s,
-                    "priority": add.priority,
-                }
-                request = self._served.make_request(prompt.ids, prompt.suffix, fields)
-                self._engine.add(request)
-                names.append(name)
-                self._live[name] = _Live(add, number, n)
-        except ValueError as error:
-            for name in names:
-                del self._live[name]
-                self._engine.abort(name)
-            param, code = getattr(error, "param", None), getattr(error, "code", "invalid_value")
-            self._outbox.queue(pipe.Refused(add.id, str(error), param, code))
-            return
-        self._prompts[add.id] = names
+        params = _params(add.params)
+        names = self._prompts[add.id] = []
+        for number, prompt in enumerate(add.prompts):
+            name = f"{add.id}.{number}"
+            fields = {
+                "params": params,
+                "request_id": name,
+                "stream": add.stream,
+                "denoise": add.denoise,
+                "deadline_s": add.deadline_s,
+                "priority": add.priority,
+            }
+            request = self._served.make_request(prompt.ids, prompt.suffix, fields)
+            self._engine.add(request)
+            names.append(name)
+            self._live[name] = _Live(add, number, n)
         if add.stream:
             self._outbox.queue(pipe.Accepted(add.id))
 
@@ -250,9 +310,8 @@ class Loop:
         try:
             found, nfe = self._served.read([Read(*fields) for fields in ask.reads])
         except ValueError as error:
-            self._outbox.queue(pipe.Refused(ask.id, str(error), "questions", "invalid_value"))
-        else:
-            self._outbox.queue(pipe.Told(ask.id, found, nfe))
+            raise Refused(str(error), "questions") from error
+        self._outbox.queue(pipe.Told(ask.id, found, nfe))
 
     def _abort(self, request_id: int) -> None:
         for name in self._prompts.pop(request_id, ()):
@@ -264,6 +323,13 @@ class Loop:
         live = self._live.get(output.request_id)
         if live is None:  # aborted: no client waits
             return []
+        try:
+            return self._deltas_of(live, output)
+        except Exception as error:
+            self._fail(live.id, error)
+            return []
+
+    def _deltas_of(self, live: _Live, output: RequestOutput) -> list[Delta]:
         deltas = []
         for event in live.news.of(output):
             one = output.outputs[event.index]
@@ -293,6 +359,15 @@ class Loop:
             deltas[-1].usage = _usage(output)
         return deltas
 
+    def _counts(self, stats: Any, steps: list[tuple[int, float]]) -> Counts:
+        """The engine's `Stats` as they are sent.
+
+        Args:
+            steps: Decode steps of this turn of the loop, and the seconds it took.
+        """
+        named = {name: getattr(stats, name) for name in Counts.__struct_fields__ if name != "steps"}
+        return Counts(**{**named, "num_faults": self._faults.count}, steps=steps)
+
     def _piece(self, token: int) -> str:
         text = self._pieces.get(token)
         if text is None:
@@ -305,16 +380,6 @@ def _params(given: dict[str, Any]) -> SamplingParams:
     fields = given.get("constraint")
     constraint = None if fields is None else structured.from_fields(fields)
     return SamplingParams(**{**given, "constraint": constraint})
-
-
-def _counts(stats: Any, steps: list[tuple[int, float]]) -> Counts:
-    """The engine's `Stats` as they are sent.
-
-    Args:
-        steps: Decode steps of this turn of the loop, and the seconds it took.
-    """
-    names = (name for name in Counts.__struct_fields__ if name != "steps")
-    return Counts(**{name: getattr(stats, name) for name in names}, steps=steps)
 
 
 def _usage(output: RequestOutput) -> Usage:
@@ -417,14 +482,15 @@ def main(fd: int, parent: int) -> int:
             return 0
         messages = reader.feed(data)
     launch = messages[0]
-    outbox = Outbox(sock)
+    faults = Faults(lambda line: print(f"engine: {line}", file=sys.stderr, flush=True))
+    outbox = Outbox(sock, faults)
     # A program that is traced behind the loop would else hold a step back for 5 ms.
     sys.setswitchinterval(SWITCH_S)
     try:
         module, _, name = launch.factory.partition(":")
         factory: Factory = getattr(importlib.import_module(module), name)
         served = factory(launch.settings, lambda done, of: outbox.send(pipe.Progress(done, of)))
-        loop = Loop(served, sock, outbox)
+        loop = Loop(served, sock, outbox, faults)
         outbox.send(pipe.Ready(served.facts))
         loop.run()
     except BaseException as error:

@@ -33,6 +33,10 @@ class EngineGone(Exception):
     """The engine ended before the request did; the message says how."""
 
 
+class RequestFailed(Exception):
+    """A request ended with an error; the message is for the log alone."""
+
+
 class Mailbox:
     """What the engine said of one request and its reader has not taken.
 
@@ -45,7 +49,7 @@ class Mailbox:
         usages: Counts of the prompts that have ended.
         is_closed: Its reader left.
         is_accepted: The engine has queued every prompt; told of streams alone.
-        refusal: Why it queued none.
+        refusal: Why it queued none, or gave up.
         failure: Why it will say nothing more.
         on_text: Takes a delta of nothing but text while the reader waits; False leaves it to it.
     """
@@ -55,7 +59,7 @@ class Mailbox:
         self.num_open = num_choices
         self.usages: list[Usage] = []
         self.num_tokens = [0] * num_choices
-        self.refusal: Refusal | None = None
+        self.refusal: Refusal | RequestFailed | None = None
         self.failure: str | None = None
         self.is_closed = self.is_accepted = False
         self.on_text: Callable[[Delta], bool] | None = None
@@ -96,8 +100,8 @@ class Mailbox:
         self.is_accepted = True
         self.wake()
 
-    def refuse(self, refusal: Refusal) -> None:
-        """The engine has queued none."""
+    def refuse(self, refusal: Refusal | RequestFailed) -> None:
+        """The engine has queued none, or gave up."""
         self.refusal = refusal
         self.wake()
 
@@ -111,6 +115,7 @@ class Mailbox:
 
         Raises:
             Refusal: It refused the request.
+            RequestFailed: It could not handle it.
             EngineGone: It ended first.
         """
         if self.refusal is not None:
@@ -174,6 +179,8 @@ class _End(asyncio.Protocol):
         """Messages, or parts of them."""
         try:
             for message in self._reader.feed(data):
+                if isinstance(message, pipe.Broken):
+                    raise message.error
                 if isinstance(message, pipe.Ready | pipe.Failed):
                     self.turns.put_nowait(message)
                 else:
@@ -384,15 +391,14 @@ class EngineClient:
         if isinstance(message, pipe.Moved):
             for delta in message.deltas:
                 if (box := self._boxes.get(delta.id)) is not None:
-                    self._num_texts -= delta.finish is not None
-                    box.put(delta)
+                    self._put(box, delta)
             self.counts = message.counts
             self._on_counts(message.counts)
         elif isinstance(message, pipe.Accepted):
             if (box := self._boxes.get(message.id)) is not None:
                 box.accept()
         elif isinstance(message, pipe.Refused):
-            error = Refusal(message.message, param=message.param, code=message.code)
+            error = _refusal(message)
             if (box := self._boxes.get(message.id)) is not None:
                 self._forget(box)
                 box.refuse(error)
@@ -403,6 +409,14 @@ class EngineClient:
                 asked.set_result(message)
         elif isinstance(message, pipe.Progress):
             self.progress = message.done, message.of
+
+    def _put(self, box: Mailbox, delta: Delta) -> None:
+        """Hand a delta over; whatever its reader raises ends this request alone."""
+        self._num_texts -= delta.finish is not None
+        try:
+            box.put(delta)
+        except Exception as error:
+            box.refuse(RequestFailed(f"{type(error).__name__}: {error}"))
 
     async def _end(self, failed: pipe.Failed | None) -> None:
         """The engine is gone."""
@@ -432,6 +446,15 @@ class EngineClient:
             self.start()
         else:
             self.over.set()
+
+
+def _refusal(told: pipe.Refused) -> Refusal | RequestFailed:
+    if told.status == 500:
+        return RequestFailed(told.message)
+    headers = {"retry-after": "2"} if told.status == 429 else None
+    return Refusal(
+        told.message, param=told.param, code=told.code, status=told.status, headers=headers
+    )
 
 
 def _how(status: int | None) -> str:

@@ -9,12 +9,12 @@ from starlette.exceptions import HTTPException
 
 from dllm_jax.serve import logs
 from dllm_jax.serve.auth import BASIC, Guard
-from dllm_jax.serve.client import EngineGone
+from dllm_jax.serve.client import EngineGone, RequestFailed
 from dllm_jax.serve.exchange import Call, Elsewhere, Endpoint, Json
 from dllm_jax.serve.pipe import Delta, total
 from dllm_jax.serve.refusals import Refusal, error_object
 from dllm_jax.serve.service import Service
-from dllm_jax.serve.stream import ClientGone, RequestFailed, internal_error
+from dllm_jax.serve.stream import ClientGone, internal_error
 
 
 class Gate:

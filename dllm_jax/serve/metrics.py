@@ -40,6 +40,7 @@ HELP = {
     "dllm_draft_tokens_proposed_total": "Drafts judged, of texts that ended.",
     "dllm_draft_tokens_accepted_total": "Drafts accepted, of texts that ended.",
     "dllm_device_failures_total": "Device failures the engine recovered from.",
+    "dllm_request_faults_total": "Exceptions in the engine that ended one request each.",
     "dllm_engine_failures_total": "Engine processes that ended.",
     "dllm_engine_restarts_total": "Engine processes that were replaced.",
     "dllm_request_success_total": "Texts that ended, by reason.",
@@ -76,6 +77,7 @@ _LIVE = {
     "dllm_draft_tokens_proposed_total": "draft_tokens_proposed",
     "dllm_draft_tokens_accepted_total": "draft_tokens_accepted",
     "dllm_device_failures_total": "num_failures",
+    "dllm_request_faults_total": "num_faults",
 }
 _ROUNDS = "draft_rounds"
 STATES = ("starting", "ready", "draining", "failed")

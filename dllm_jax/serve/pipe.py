@@ -1,16 +1,18 @@
-"""What the two processes say to each other: array-like msgpack, 4 bytes of length before each.
+"""What the two processes say to each other: array-like msgpack behind a length and an id.
 
 Nothing here is pickled, and nothing here knows HTTP or the engine.
 """
 
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 MAX_FRAME = 64 << 20  # bytes of one message
 _LENGTH = struct.Struct(">I")
+_ID = struct.Struct(">q")  # of the request; it is known where the rest cannot be read
+NO_ID = -1
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -125,12 +127,17 @@ class Accepted(Message):
 
 
 class Refused(Message):
-    """None of them is, or an `Ask` is not answered; the engine is as before."""
+    """The engine ends a request, or does not begin it, and is as before; nothing more is said.
+
+    Attributes:
+        status: As HTTP has it. With 500 the message is for the log alone.
+    """
 
     id: int
     message: str
-    param: str | None
-    code: str
+    param: str | None = None
+    code: str = "invalid_value"
+    status: int = 400
 
 
 class Told(Message):
@@ -222,6 +229,7 @@ class Counts(msgspec.Struct):
     prefix_hits: int = 0
     num_preemptions: int = 0
     num_failures: int = 0
+    num_faults: int = 0
     num_late_compiles: int = 0
     draft_rounds: int = 0
     draft_tokens_proposed: int = 0
@@ -260,9 +268,20 @@ def frame(message: Message) -> bytes:
         ValueError: It is too long.
     """
     data = _ENCODER.encode(message)
-    if len(data) > MAX_FRAME:
+    if len(data) > MAX_FRAME - _ID.size:
         raise ValueError(f"a message of {len(data)} bytes is over {MAX_FRAME}; send less at once")
-    return _LENGTH.pack(len(data)) + data
+    return _LENGTH.pack(_ID.size + len(data)) + _ID.pack(getattr(message, "id", NO_ID)) + data
+
+
+class Broken(NamedTuple):
+    """A message that cannot be read; those around it can.
+
+    Attributes:
+        id: Its request's, or `NO_ID`.
+    """
+
+    id: int
+    error: Exception
 
 
 class Reader:
@@ -277,7 +296,7 @@ class Reader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
-        """The messages that are complete now.
+        """The messages that are complete now, and a `Broken` for each that cannot be read.
 
         Raises:
             ValueError: The other end does not speak this protocol.
@@ -288,11 +307,19 @@ class Reader:
             (length,) = _LENGTH.unpack_from(self._buffer, at)
             if length > MAX_FRAME:
                 raise ValueError(f"a message of {length} bytes; at most {MAX_FRAME} are taken")
-            end = at + _LENGTH.size + length
-            if len(self._buffer) < end:
+            start = at + _LENGTH.size
+            if len(self._buffer) < start + length:
                 break
-            messages.append(self._decoder.decode(bytes(self._buffer[at + _LENGTH.size : end])))
-            at = end
+            at = start + length
+            messages.append(self._message(bytes(self._buffer[start:at])))
         if at:
             del self._buffer[:at]
         return messages
+
+    def _message(self, data: bytes) -> Any:
+        if len(data) < _ID.size:
+            return Broken(NO_ID, ValueError(f"a message of {len(data)} bytes has no id"))
+        try:
+            return self._decoder.decode(memoryview(data)[_ID.size :])
+        except Exception as error:  # whatever the bytes are, the next message is another's
+            return Broken(_ID.unpack_from(data)[0], error)

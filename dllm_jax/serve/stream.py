@@ -17,7 +17,7 @@ import msgspec
 
 from dllm_jax.serve import limits
 from dllm_jax.serve.answers import Form, Window
-from dllm_jax.serve.client import Mailbox
+from dllm_jax.serve.client import Mailbox, RequestFailed
 from dllm_jax.serve.metrics import Metrics
 from dllm_jax.serve.pipe import Delta, Frame
 from dllm_jax.serve.refusals import error_object
@@ -37,10 +37,6 @@ Send = Callable[[Any], Awaitable[None]]
 
 class ClientGone(Exception):
     """The client left, or takes nothing."""
-
-
-class RequestFailed(Exception):
-    """The engine ended a text with an error, which is for the log."""
 
 
 def event(content: dict[str, Any]) -> bytes:
@@ -102,6 +98,8 @@ class EventStream:
                 if box.is_closed:
                     raise ClientGone
                 data = b"".join(self._events(box.take()))
+                if box.refusal is not None:
+                    self.error = self.error or str(box.refusal)
                 is_over = self.error is not None or box.failure is not None or box.is_over
                 if is_over:
                     data += self._ending()

@@ -434,10 +434,13 @@ def test_the_death_of_the_engine(tmp_path):
         assert server.process.wait(10) == 1
 
 
-@pytest.mark.parametrize("seed", [script.DIES, script.RAISES])
-def test_a_request_that_ends_the_engine_ends_with_an_error(tmp_path, seed):
+def test_a_request_that_ends_the_engine_ends_with_an_error(tmp_path):
     with scripted(tmp_path) as server:
-        status, told, _ = server.chat(max_tokens=64, seed=seed)
+        assert server.chat(seed=script.RAISES)[0] == 500  # A1 of issue 45
+        *_, said, _, _ = server.stream(CHAT, {**MESSAGES, "seed": script.RAISES})[1].split(b"\n\n")
+        assert json.loads(said.removeprefix(b"data: "))["error"]["code"] == "internal_error"
+        assert server.metric("dllm_request_faults_total") > 0
+        status, told, _ = server.chat(max_tokens=64, seed=script.DIES)
         assert (status, told["error"]["code"]) == (503, "engine_failed")
         assert server.process.wait(10) == 1
 

@@ -1,0 +1,253 @@
+"""Proves that the engine's loop outlives every request: whatever one raises ends it alone.
+
+The loop runs in a thread over a socket pair, with the scripted engine or the host loop over a fake
+device; the test is the front.
+"""
+
+import contextlib
+import functools
+import random
+import socket
+import struct
+import threading
+import time
+
+import msgspec
+import pytest
+
+from dllm_jax.engine.checks import Refused
+from dllm_jax.engine.faults import Faults
+from dllm_jax.serve import child, pipe
+from tests.oracles.engine_world import HOST, World
+from tests.serve import scripted
+
+ERRORS = [TypeError("a client's secret"), OverflowError("x"), RecursionError(), MemoryError()]
+
+
+class Front:
+    """The other end of a loop."""
+
+    def __init__(self, served):
+        self.sock, self._theirs = socket.socketpair()
+        self.sock.settimeout(10)
+        self.lines = []
+        faults = Faults(self.lines.append)
+        self.loop = child.Loop(served, self._theirs, child.Outbox(self._theirs, faults), faults)
+        self._reader, self._ids = pipe.Reader(pipe.FromEngine), iter(range(1, 1000))
+        self.messages, self.ended = [], None
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self):
+        try:
+            self.loop.run()
+        except BaseException as error:
+            self.ended = error
+
+    def send(self, message):
+        self.sock.sendall(pipe.frame(message))
+        return message.id
+
+    def add(self, client="", ids=(1, 2), **params):
+        params = {"max_tokens": 8, **params}
+        prompt = pipe.Prompt(list(ids))
+        return self.send(pipe.Add(next(self._ids), [prompt], params, False, False, None, 0))
+
+    def ask(self, prompt_len=3):
+        return self.send(pipe.Ask(next(self._ids), [([1, 2, 3], prompt_len, [2], [[4, 5]])]))
+
+    def until(self, request_id):
+        """What is said of a request in the end: `Refused`, `Told` or its last `Delta`."""
+        while True:
+            for message in self.messages:
+                if isinstance(message, pipe.Moved):
+                    for delta in message.deltas:
+                        if delta.id == request_id and delta.usage is not None:
+                            return delta
+                elif getattr(message, "id", None) == request_id:
+                    return message
+            self.messages += self._reader.feed(self.sock.recv(1 << 20))
+
+    def num_faults(self):
+        self.until(self.add())  # counts come with what moves
+        return [one for one in self.messages if isinstance(one, pipe.Moved)][-1].counts.num_faults
+
+    def close(self):
+        self.sock.close()
+        self.thread.join(10)
+        self._theirs.close()
+        assert not self.thread.is_alive()
+
+
+@functools.cache
+def _made():
+    return scripted.make({}, lambda *_: None)
+
+
+def served():
+    """A new script; the tokenizer is read once."""
+    return _made()._replace(engine=scripted.Script(4096, 0.002))
+
+
+@contextlib.contextmanager
+def running(of=None):
+    front = Front(of or served())
+    try:
+        yield front
+    finally:
+        front.close()
+    assert front.ended is None
+
+
+def once(monkeypatch, thing, name, error):
+    """Let the next call raise; its arguments are those of the request at fault."""
+    real, left = getattr(thing, name), [error]
+
+    def call(*args, **kwargs):
+        if left:
+            raise left.pop()
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(thing, name, call)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("place", ["_params", "engine.add", "outputs", "usage", "read"])
+def test_a1_whatever_one_request_raises_ends_it_alone(monkeypatch, place, error):
+    with running() as front:
+        engine = front.loop._engine
+        other = front.add(max_tokens=400)
+        while not front.loop._live:
+            time.sleep(0.001)
+        if place == "_params":
+            once(monkeypatch, child, "_params", error)
+        elif place == "engine.add":
+            once(monkeypatch, engine, "add", error)
+        elif place == "outputs":
+            once(monkeypatch, child.News, "of", error)
+        elif place == "usage":
+            once(monkeypatch, child, "_usage", error)
+        else:
+            front.loop._served = front.loop._served._replace(read=raising(error))
+        found = front.until(front.ask() if place == "read" else front.add())
+        assert (found.status, found.message.split()[0]) == (500, type(error).__name__)
+        assert front.until(other).finish == "length"
+        assert front.num_faults() == 1
+        (line,) = front.lines
+        assert type(error).__name__ in line
+        assert "secret" not in line
+        assert not front.loop._live
+        assert not front.loop._prompts
+
+
+def raising(error):
+    def call(*args):
+        raise error
+
+    return call
+
+
+def test_a1_a_refusal_is_a_400_and_no_fault(monkeypatch):
+    with running() as front:
+        refusal = Refused("no", "seed", "its_code")
+        once(monkeypatch, front.loop._engine, "add", refusal)
+        found = front.until(front.add())
+        assert (found.status, found.param, found.code) == (400, "seed", "its_code")
+        once(monkeypatch, child, "_params", UnicodeEncodeError("utf-8", "\ud800", 0, 1, "half"))
+        assert front.until(front.add()).status == 400
+        assert front.num_faults() == 0
+        assert front.lines == []
+
+
+def test_a1_the_same_exception_is_reported_once(monkeypatch):
+    with running() as front:
+        front.loop._served = front.loop._served._replace(read=raising(TypeError()))
+        for _ in range(5):
+            assert front.until(front.ask()).status == 500
+        assert len(front.lines) == 1
+        assert front.num_faults() == 5
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"abc",
+        b"\xc1" * 40,
+        msgspec.msgpack.encode({"a": 1}),
+        msgspec.msgpack.encode(["Add", 5, "no list", {}, True, False, None, 0]),
+        msgspec.msgpack.encode(["Nothing", 5]),
+        b"\x91" * 100_000,
+        b"\xa5Abort\xff\xff\xff",
+    ],
+    ids=range(8),
+)
+def test_a1_frames_that_cannot_be_read_end_nothing_else(data):
+    with running() as front:
+        other = front.add(max_tokens=200)
+        whole = struct.pack(">q", 77) + data if len(data) > 3 else data
+        front.sock.sendall(struct.pack(">I", len(whole)) + whole)
+        if len(data) > 3:
+            assert front.until(77).status == 500
+        assert front.until(front.add()).finish == "length"
+        assert front.until(other).finish == "length"
+        assert front.num_faults() == 1
+
+
+def test_a1_a_text_that_cannot_be_sent_ends_its_request_alone(monkeypatch):
+    with running() as front:
+        real = child.Loop._deltas_of
+
+        def halved(loop, live, output):
+            deltas = real(loop, live, output)
+            for delta in deltas:
+                if live.id == 2:
+                    delta.text = "\ud800"
+            return deltas
+
+        monkeypatch.setattr(child.Loop, "_deltas_of", halved)
+        other, bad = front.add(max_tokens=100), front.add(max_tokens=100)
+        assert front.until(bad).status == 500
+        assert front.until(other).finish == "length"
+
+
+def test_a1_a_step_that_raises_is_tried_again_and_then_ends_what_runs(monkeypatch):
+    with running() as front:
+        once(monkeypatch, front.loop._engine, "step", TypeError())
+        assert front.until(front.add()).finish == "length"
+        bad = front.add(seed=scripted.RAISES)
+        assert front.until(bad).status == 500
+        assert front.until(front.add()).finish == "length"
+
+
+def test_a1_an_engine_whose_every_step_raises_ends():
+    broken = served()
+    broken.engine.step = raising(RuntimeError("broken"))
+    front = Front(broken)
+    front.until(front.add())
+    front.add()
+    front.thread.join(10)
+    front.close()
+    assert str(front.ended) == "broken"
+
+
+@pytest.mark.parametrize("place", ["admit", "prefill"])
+def test_a1_what_the_runner_raises_for_one_sequence_ends_it_alone(monkeypatch, place):
+    """`LLM`'s own loop and the server's share the engine."""
+    for seed in range(12):
+        world = World(HOST, random.Random(seed))
+        engine, rng = world.engine, random.Random(seed)
+        while len(world.expected) < 3:
+            world.add(rng)
+        once(monkeypatch, world.device, place, TypeError("x"))
+        ended = []
+        until = time.monotonic() + 20
+        while engine.has_work and time.monotonic() < until:
+            ended += [one for one in engine.step() if one.finished]
+        failed = [one for one in ended if one.error and "TypeError at" in one.error]
+        assert len(ended) == 3
+        assert len(failed) == engine.stats().num_faults <= 1
+        if failed:
+            break
+    assert failed
+    assert engine.stats().num_pages_held == 0
