@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from .limits import Budget
 from .regex import byte_automaton
 from .schema import schema_tree
 from .tokens import token_bytes
-from .trees import Tree, either, parsed, text
+from .trees import Tree, check_text, either, parsed, text
 
 __all__ = [
     "After",
@@ -62,6 +63,8 @@ class Choice(Constraint):
     def __init__(self, choices: Sequence[str]):
         if isinstance(choices, str) or not choices or not all(isinstance(c, str) for c in choices):
             raise ValueError(f"choices={choices!r:.200} are no texts; give a list of at least one")
+        for one in choices:
+            check_text(one, "choices")
         object.__setattr__(self, "choices", tuple(choices))
 
     def tree(self, budget: Budget) -> Tree:
@@ -94,16 +97,30 @@ class JsonSchema(Constraint):
         if whitespace not in ("flexible", "compact"):
             raise ValueError(f'{whitespace=} is not known; use "flexible" or "compact"')
         try:
-            said = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
-            schema = json.loads(said)
+            said = schema if isinstance(schema, str) else json.dumps(schema)
+            schema = json.loads(said, parse_int=_integer, parse_float=_float, parse_constant=_float)
+            json.dumps(schema, ensure_ascii=False).encode()  # refuses halves of characters
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"JSON schema: {str(error)[:200]}; give JSON") from None
+            raise ValueError(f"JSON schema: {ascii(str(error))[1:-1]:.200}; give JSON") from None
         for name, value in (("schema", schema), ("whitespace", whitespace), ("_said", said)):
             object.__setattr__(self, name, value)
 
     def tree(self, budget: Budget) -> Tree:
         """See `Constraint`."""
         return schema_tree(self.schema, budget, compact=self.whitespace == "compact")
+
+
+def _integer(said: str) -> int:
+    """Integers are those of 64 bits, as other programs read them."""
+    if len(said) > 20 or not -(2**63) <= int(said) < 2**64:
+        raise ValueError(f"{said:.40} has more than 64 bits")
+    return int(said)
+
+
+def _float(said: str) -> float:
+    if not math.isfinite(float(said)):
+        raise ValueError(f"{said:.40} is no finite number")
+    return float(said)
 
 
 @dataclasses.dataclass(frozen=True)

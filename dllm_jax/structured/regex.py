@@ -63,6 +63,7 @@ class _Nfa:
         return end
 
     def _repeat(self, start: int, least: int, most: Any, tree: Tree) -> int:
+        self._budget.check(least if most is _c.MAXREPEAT else most)
         for _ in range(least):
             self._budget.check()  # a tree of nothing adds no state
             start = self.add(start, tree)

@@ -106,6 +106,7 @@ class _Schema:
             return self._any(DEPTH)
         if not isinstance(schema, Mapping):
             raise _refused(path, "is no schema that has instances; give an object or true")
+        _check_kinds(schema, path)
         keys = set(schema) - _SAID
         for name in ("const", "enum"):
             if name in keys:
@@ -138,10 +139,6 @@ class _Schema:
 
     def _object(self, schema: Any, path: str, refs: tuple[str, ...]) -> Tree:
         properties, required = schema.get("properties", {}), schema.get("required", [])
-        if not isinstance(properties, Mapping):
-            raise _refused(f"{path}.properties", "must be an object")
-        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-            raise _refused(f"{path}.required", "must be a list of names")
         more = schema.get("additionalProperties", True)
         names = [*properties, *(name for name in required if name not in properties)]
         for name in ("patternProperties", "propertyNames", "minProperties", "maxProperties"):
@@ -170,7 +167,7 @@ class _Schema:
         key, under = _STRING, "additionalProperties"
         patterns = schema.get("patternProperties", {})
         if patterns:
-            if not isinstance(patterns, Mapping) or len(patterns) > 1 or more is not False:
+            if len(patterns) > 1 or more is not False:
                 raise _refused(
                     f"{path}.patternProperties",
                     "is supported with one pattern and additionalProperties false",
@@ -204,8 +201,6 @@ class _Schema:
         if schema.get("uniqueItems", False) is not False:
             raise _refused(f"{path}.uniqueItems", "is not supported; leave it out")
         first, items = schema.get("prefixItems", []), schema.get("items", True)
-        if not isinstance(first, list):
-            raise _refused(f"{path}.prefixItems", "must be a list of schemas")
         if items is False:
             most = len(first) if most is None else min(most, len(first))
         if most is not None and most < least:
@@ -263,8 +258,6 @@ class _Schema:
     def _listed(self, name: str, schema: Any, path: str, refs: tuple[str, ...]) -> Tree:
         """Values that are listed and that fit what is said beside them."""
         values = [schema["const"]] if name == "const" else schema["enum"]
-        if not isinstance(values, list) or not values:
-            raise _refused(f"{path}.enum", "must be a list of values")
         rest = {key: one for key, one in schema.items() if key != name}
         if set(rest) - _SAID == {"type"}:
             kinds = _types(rest, path)
@@ -318,12 +311,10 @@ class _Schema:
         return self._every(schemas, path, refs)[0]
 
     def _every(self, schemas: Any, path: str, refs: tuple[str, ...]) -> list[Tree]:
-        if not isinstance(schemas, list) or not schemas:
-            raise _refused(path, "must be a list of schemas")
         return [self.value(one, f"{path}[{i}]", refs) for i, one in enumerate(schemas)]
 
     def _ref(self, ref: Any, path: str, refs: tuple[str, ...]) -> Tree:
-        if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
+        if not (ref == "#" or ref.startswith("#/")):
             raise _refused(path, f"{ref!r:.60} is no path within the schema; write it out")
         if ref in refs:
             raise _refused(
@@ -392,11 +383,7 @@ def _bounded(is_whole: bool, schema: Any, path: str) -> str:
     for name in _BOUNDS:
         if name not in schema:
             continue
-        bound = schema[name]
-        is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
-        if not is_number or not math.isfinite(bound):
-            raise _refused(f"{path}.{name}", "must be a number")
-        bounds[name] = Decimal(str(bound))
+        bounds[name] = Decimal(str(schema[name]))
         if len(format(bounds[name], "f")) > MOST_DIGITS:
             raise _refused(f"{path}.{name}", f"has more than {MOST_DIGITS} digits")
     step = bounds.pop("multipleOf", None)
@@ -424,7 +411,53 @@ _HIGH = (("maximum", False), ("exclusiveMaximum", True))
 
 
 def _refused(path: str, what: str) -> ValueError:
-    return ValueError(f"JSON schema: {path[:200]} {what}")
+    said = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in path[:200])
+    return ValueError(f"JSON schema: {said} {what}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and value >= 0 and value == int(value)
+
+
+def _is_list_of_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+_MEANT = {  # what the value of a keyword must be
+    "a text": (lambda value: isinstance(value, str), ("$ref", "pattern", "format")),
+    "a whole number from 0 on": (
+        _is_count,
+        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+    ),
+    "a number": (_is_number, _BOUNDS),
+    "true or false": (lambda value: isinstance(value, bool), ("uniqueItems",)),
+    "a list of values": (lambda value: bool(value) and isinstance(value, list), ("enum",)),
+    "a list of names": (_is_list_of_names, ("required",)),
+    "an object of schemas": (
+        lambda value: isinstance(value, Mapping),
+        ("properties", "patternProperties"),
+    ),
+    "a list of schemas": (
+        lambda value: bool(value) and isinstance(value, list),
+        ("anyOf", "oneOf", "allOf"),
+    ),
+    "schemas in a list": (lambda value: isinstance(value, list), ("prefixItems",)),
+    "a schema": (
+        lambda value: isinstance(value, Mapping | bool),
+        ("items", "additionalProperties", "propertyNames"),
+    ),
+}
+
+
+def _check_kinds(schema: Mapping[str, Any], path: str) -> None:
+    for what, (is_meant, names) in _MEANT.items():
+        for name in names:
+            if name in schema and not is_meant(schema[name]):
+                raise _refused(f"{path}.{name}", f"must be {what}")
 
 
 def _types(schema: Any, path: str) -> list[str]:
@@ -459,11 +492,7 @@ def _is_kind(value: Any, kind: str) -> bool:
 
 def _counts(schema: Any, low: str, high: str, path: str) -> tuple[int, int | None]:
     least, most = schema.get(low, 0), schema.get(high)
-    for name, count in ((low, least), (high, most)):
-        if count is not None and (
-            isinstance(count, bool) or not isinstance(count, int) or count < 0
-        ):
-            raise _refused(f"{path}.{name}", "must be a whole number from 0 on")
+    least, most = int(least), None if most is None else int(most)
     if most is not None and most < least:
         raise _refused(f"{path}.{high}", f"is below {low}")
     return least, most

@@ -13,6 +13,7 @@ from typing import Any
 
 LAST = 0x10FFFF
 MOST_CHARS = 100_000  # of an expression; its parser takes a second for four times as many
+MOST_DEEP = 64  # of its groups and repetitions
 MEMBERS = "members"
 Tree = list[tuple[Any, Any]]
 Ranges = list[tuple[int, int]]
@@ -41,13 +42,46 @@ def parsed(pattern: str) -> Tree:
         raise ValueError(
             f"regular expression: {len(pattern)} characters; at most {MOST_CHARS} are read"
         )
+    check_text(pattern, "regular expression")
     try:
-        tree = _parser.parse(pattern)
+        tree = _parser.parse(_CLASS.sub(_quoted, pattern))
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"regular expression: {error}; correct it") from None
+        said = ascii(str(error))[1:-1]
+        raise ValueError(f"regular expression: {said:.200}; correct it") from None
     if tree.state.flags & ~re.UNICODE:
         raise unsupported("a flag")
+    _check_depth(tree, MOST_DEEP)
     return list(tree)
+
+
+def check_text(said: str, what: str) -> None:
+    """Refuse a text that no bytes of UTF-8 spell."""
+    if any(0xD800 <= ord(char) <= 0xDFFF for char in said):
+        raise ValueError(f"{what}: {said!a:.60} has half of a character; write it whole")
+
+
+def _quoted(match: re.Match[str]) -> str:
+    """A class in which signs of Python's future classes are quoted: it warns of them."""
+
+    def one(item: re.Match[str]) -> str:
+        signs = ("\\" + char if char and char in "[&~|-" else char for char in item.groups(""))
+        return "-".join(signs) if item[2] else "".join(signs)
+
+    return (match[1] and match[1] + _ITEM.sub(one, match[2]) + "]") or match[0]
+
+
+_CLASS = re.compile(r"\\.|(\[\^?\]?)((?:\\.|[^\\\]])*)\]", re.DOTALL)
+_ITEM = re.compile(r"(\\.|.)(?:-(\\.|.))?", re.DOTALL)
+
+
+def _check_depth(tree: Any, left: int) -> None:
+    for op, value in tree:
+        if not left:
+            raise ValueError(
+                f"regular expression: is nested more than {MOST_DEEP} deep; flatten it"
+            )
+        for inner in children(op, value):
+            _check_depth(inner, left - 1)
 
 
 def unsupported(what: str) -> ValueError:
