@@ -141,7 +141,11 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )
     for name, usual, what in (
         ("--max-waiting", 256, "texts waiting for a slot; more are answered 429"),
-        ("--max-connections", 1024, "open connections; more are closed"),
+        (
+            "--max-connections",
+            1024,
+            "open connections; over it a silent one is closed for each new one",
+        ),
         ("--max-body-bytes", 4 << 20, "bytes of a request"),
         ("--max-texts", 128, "prompts times n of a request"),
     ):

@@ -14,7 +14,10 @@ JSON = "application/json"
 BODY_SECONDS = 30.0  # from the headers to the last byte of a body
 CLIENT_SECONDS = 60.0  # a client that takes nothing for so long is dropped
 KEEP_ALIVE_SECONDS = 15.0  # of silence, before a comment line
+IDLE_SECONDS = 75.0  # of a connection between two requests
 MAX_HEADER_BYTES = 64 << 10
+PROBES = frozenset({b"/health", b"/live", b"/metrics"})
+PROBE_PLACES = 16  # connections over the bound, where only probes are answered
 DISCARDED_BYTES = 64 << 20  # of a body that is too large: its client reads no answer before its end
 _LOW_RETRY_S, _HIGH_RETRY_S = 1, 30
 _SMOOTHING = 0.1
@@ -28,7 +31,8 @@ class Limits:
         max_body_bytes: Of a request.
         max_texts: Prompts times `n` of a request.
         max_waiting: Texts that wait for a slot; more are answered 429.
-        max_connections: Open connections; more are closed at once.
+        max_connections: Open connections; over it one that waits is closed for each new one.
+        head_timeout: Seconds from a connection, or the first byte of a head, to the head's end.
         request_timeout: Seconds after which a text ends with "length".
         max_denoise_streams: Streams of frames: one makes every chunk of the batch a step long.
     """
@@ -37,6 +41,7 @@ class Limits:
     max_texts: int = 128
     max_waiting: int = 256
     max_connections: int = 1024
+    head_timeout: float = 10.0
     request_timeout: float = 600.0
     max_denoise_streams: int = 2
 

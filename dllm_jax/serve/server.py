@@ -20,7 +20,8 @@ import uvloop
 
 from dllm_jax.serve.app import application
 from dllm_jax.serve.client import EngineClient
-from dllm_jax.serve.protocol import limited
+from dllm_jax.serve.limits import IDLE_SECONDS
+from dllm_jax.serve.protocol import close_overdue, limited
 from dllm_jax.serve.service import Config, Service
 
 DONE, FAILED, BAD_USAGE, SIGNALLED = 0, 1, 2, 128
@@ -67,17 +68,18 @@ async def _run(config: Config, sock: socket.socket) -> int:
     server = _Server(
         uvicorn.Config(
             application(service),
-            http=limited(config.limits.max_connections),
+            http=limited(config.limits),
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_keep_alive=75,
+            timeout_keep_alive=int(IDLE_SECONDS),
             timeout_graceful_shutdown=2,
         )
     )
     serving = asyncio.create_task(server.serve(sockets=[sock]))
+    sweeping = asyncio.create_task(close_overdue(server.server_state.connections))
     gc.freeze()
     service.log.line("listening", url=_url(config, sock))
     try:
@@ -87,6 +89,7 @@ async def _run(config: Config, sock: socket.socket) -> int:
         await _none_open(engine, FLUSH_SECONDS)
         server.should_exit = True
         await serving
+        sweeping.cancel()
         await engine.close()
         service.log.flush()
     return status

@@ -103,6 +103,18 @@ class Server:
         sock.sendall(head.encode() + f"content-length: {len(data)}\r\n\r\n".encode() + data)
         return sock
 
+    def raw(self, *parts, pause=0.05):
+        """What comes back for bytes in several writes, until the server closes."""
+        data = b""
+        address = "127.0.0.1", self.port
+        with contextlib.suppress(ConnectionError), socket.create_connection(address, 30) as sock:
+            for i, part in enumerate(parts):
+                time.sleep(pause if i else 0)
+                sock.sendall(part)
+            while piece := sock.recv(65536):
+                data += piece
+        return data
+
     def stream(self, path, body, delay=0.0):
         """The raw body of a stream, read at once or slowly."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)

@@ -257,7 +257,7 @@ def test_an_answer_of_known_length_is_one_write(method):
 
     async def run(path):
         config = uvicorn.Config(application, ws="none", lifespan="off", log_config=None)
-        one = limited(1)(config, ServerState(), {})
+        one = limited(Limits(max_connections=1))(config, ServerState(), {})
         is_closed = []
         transport = SimpleNamespace(
             write=written.append,

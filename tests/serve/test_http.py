@@ -506,18 +506,3 @@ def test_a_second_signal_does_not_wait(tmp_path):
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(20) == 130
         assert within(20, lambda: gone(child))
-
-
-def test_connections_over_the_limit_are_closed(tmp_path):
-    with scripted(tmp_path, limits={"max_connections": 4}) as server:
-        held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(4)]
-        extra = socket.create_connection(("127.0.0.1", server.port))
-        extra.settimeout(5)
-        answer = b""
-        with contextlib.suppress(ConnectionError):
-            extra.sendall(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
-            answer = extra.recv(1024)
-        assert answer == b""
-        for one in (extra, *held):
-            one.close()
-        assert within(20, lambda: server.get("/live")[0] == 200)
