@@ -27,6 +27,7 @@ from .rules import Placement, placements, tensor_shapes
 from .shards import Shards, Stored, quantised, read_shards
 from .tensor_names import table_of
 from .tokenizer_files import present, read_facts, read_json
+from .weights import has_own_head
 
 # Weights beside the shards that are not read, although the model depends on them; by family.
 _UNO = "adapter/adapter_config.json"
@@ -71,10 +72,16 @@ def _described(report: Report, networks: Networks, allow_extra: bool) -> Report:
     folder = report.folder
     problems: list[str] = []
     parsed = _read_config(folder, networks, problems)
-    param_shapes = parsed and functools.partial(networks.param_shapes, parsed.config)
     shards = read_shards(folder)
     problems += shards.problems
     notes = [*(parsed.notes if parsed else ()), *shards.notes]
+    table = parsed and table_of(parsed.family)
+    is_tied = table and table.has_own_head and parsed.config.tie_embeddings
+    if is_tied and has_own_head(folder, shards.tensors, table):
+        cfg = dataclasses.replace(parsed.config, tie_embeddings=False)
+        parsed = parsed._replace(config=cfg)
+        notes.append(f"{table.lm_head} differs from the embedding, so it is used: not tied")
+    param_shapes = parsed and functools.partial(networks.param_shapes, parsed.config)
     known = len(problems)
     scheme, packed = _unpack(folder, shards, problems)
     small = quantised(shards.tensors, scheme is not None)

@@ -38,6 +38,7 @@ class Table:
             compressed-tensors spells them.
         embed: Name of the embedding.
         lm_head: Name of the head. A tied model may hold it as a copy of the embedding.
+        has_own_head: A head that differs from the embedding is used, whatever the config says.
     """
 
     rules: Rules
@@ -46,6 +47,7 @@ class Table:
     kept: tuple[str, ...] = ()
     embed: str = "model.embed_tokens.weight"
     lm_head: str = "lm_head.weight"
+    has_own_head: bool = False
     keys: ConfigKeys = ConfigKeys()
 
     def rules_for(self, names: Iterable[str] = (), *, single: bool = False) -> Rules:
@@ -138,6 +140,7 @@ _MLP = (
 )
 
 _DENSE = Table((*_ENDS, *_NORMS, *_ATTENTION, *_MLP))
+_A2D = dataclasses.replace(_DENSE, has_own_head=True)  # fine-tunes break ties
 
 # SDAR-MoE and Qwen3-MoE: the dense names, and experts in one of three forms. The hub holds a tensor
 # for each expert; training frameworks merge them; transformers 5 packs gates and ups together.
@@ -165,6 +168,18 @@ _FORMS = (_SPLIT, _MERGED, _PACKED)
 _ROUTER = Rule("model.layers.{i}.mlp.gate.weight", "layers.{i}.router", MATRIX)
 
 _MOE = Table((*_DENSE.rules, _ROUTER), choices=(_FORMS,))
+
+
+def _shared(at: str) -> Rules:
+    """The expert that every row goes through."""
+    return (
+        Rule(at + "gate_proj.weight", _TO + "shared_gate_up", GATE),
+        Rule(at + "up_proj.weight", _TO + "shared_gate_up", UP),
+        Rule(at + "down_proj.weight", _TO + "shared_down", MATRIX),
+    )
+
+
+_LLADA_MOE = Table((*_MOE.rules, *_shared(_FROM + "shared_expert.")), choices=(_FORMS,))
 
 # LLaDA-8B has OLMo's names. A block's `ff_proj` is the gate, `up_proj` the factor and `ff_out` the
 # way down; the `ff_out` outside the blocks is the head.
@@ -199,7 +214,6 @@ _LLADA = Table(
 # holds all queries, then all keys, then all values.
 
 _FUSED = _FROM + "attention.query_key_value."
-_SHARED = _FROM + "mlp.shared_experts."
 _BIAS = _TO + "router_bias"
 
 _LLADA2_RULES = (
@@ -219,9 +233,7 @@ _LLADA2_RULES = (
     Rule(_FROM + "attention.dense.bias", _TO + "bo", VECTOR),
     *_MLP,
     _ROUTER,
-    Rule(_SHARED + "gate_proj.weight", _TO + "shared_gate_up", GATE),
-    Rule(_SHARED + "up_proj.weight", _TO + "shared_gate_up", UP),
-    Rule(_SHARED + "down_proj.weight", _TO + "shared_down", MATRIX),
+    *_shared(_FROM + "mlp.shared_experts."),
 )
 _BIAS_NAMES = (
     (Rule(_FROM + "mlp.gate.expert_bias", _BIAS, VECTOR),),
@@ -331,6 +343,9 @@ _GEMMA = Table(
 TABLES = {
     **dict.fromkeys(("sdar", "qwen3", "dream", "dream_reasoner"), _DENSE),
     **dict.fromkeys(("stable_diffcoder", "fast_dllm_v2", "llama"), _DENSE),
+    **dict.fromkeys(("illada", "open_dcoder"), _DENSE),
+    **dict.fromkeys(("a2d_qwen3", "a2d_qwen2", "a2d_llama"), _A2D),
+    "llada_moe": _LLADA_MOE,
     **dict.fromkeys(("sdar_moe", "qwen3_moe"), _MOE),
     "llada": _LLADA,
     "llada2": _LLADA2,

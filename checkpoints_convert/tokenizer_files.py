@@ -82,7 +82,7 @@ def digest(folder: Path) -> str:
 
 
 def read_facts(folder: Path) -> TokenizerFacts:
-    """Size and special tokens of a folder's tokenizer; empty facts where it has none.
+    """Size and special tokens of a folder's tokenizer; only added tokens where it has none.
 
     A special token that is named but not in the vocabulary counts as not given: SDAR's files name
     `<|MASK|>` while the vocabulary holds `<MASK>`. `TokenizerFacts.mask_id` and `id_of` look
@@ -92,7 +92,8 @@ def read_facts(folder: Path) -> TokenizerFacts:
         ValueError: For a file that is not JSON, by name, or not in a form we know.
     """
     if not has_tokenizer(folder):
-        return TokenizerFacts()
+        added = _read(folder / "added_tokens.json")
+        return TokenizerFacts(vocabulary={text: _whole(text, i) for text, i in added.items()})
     parts = read_parts(folder)
 
     def id_of(role: str) -> int | None:

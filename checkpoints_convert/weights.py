@@ -6,6 +6,7 @@ The tree is allocated once, in its final form; `copying` fills it as the report'
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from .report import Report
 from .rules import Array, ConversionError, Placement, Shape, find
 from .scaled import E4M3, Form, Scaled
 from .shards import Stored
-from .tensor_names import table_of
+from .tensor_names import Table, table_of
 
 _COMPARED_BYTES = 16 << 20
 
@@ -148,19 +149,24 @@ def _copy(report: Report, place: Placement, target: Array) -> Copy:
 def _tied_head(report: Report) -> Iterator[str]:
     """A head beside a tied embedding must be a copy of it."""
     table = table_of(str(report.family))
-    head, embed = (report.stored.get(name) for name in (table.lm_head, table.embed))
     wanted = {place.name for place in report.placements}
-    if head is None or embed is None or table.lm_head in wanted:
-        return
-    same = (head.dtype, head.shape) == (embed.dtype, embed.shape)
-    if not same or not _same_values(report, head, embed):
+    if table.lm_head not in wanted and has_own_head(report.folder, report.stored, table):
         yield (
             f"{table.keys.tied} is true but {table.lm_head} differs from {table.embed}; "
             "set it to false in config.json to keep the head"
         )
 
 
-def _same_values(report: Report, a: Stored, b: Stored) -> bool:
+def has_own_head(folder: Path, held: Mapping[str, Stored], table: Table) -> bool:
+    """Whether a folder holds a head that differs from its embedding."""
+    head, embed = held.get(table.lm_head), held.get(table.embed)
+    if head is None or embed is None:
+        return False
+    same = (head.dtype, head.shape) == (embed.dtype, embed.shape)
+    return not same or not _same_values(folder, head, embed)
+
+
+def _same_values(folder: Path, a: Stored, b: Stored) -> bool:
     """Whether two tensors of one type and shape are equal bit by bit."""
     dtype = STORED[a.dtype]
     step, size = _COMPARED_BYTES // dtype.itemsize, math.prod(a.shape)
@@ -168,6 +174,6 @@ def _same_values(report: Report, a: Stored, b: Stored) -> bool:
     def read(stored: Stored, start: int) -> Array:
         count = min(step, size - start)
         offset = stored.offset + start * dtype.itemsize
-        return raw(np.fromfile(report.folder / stored.file, dtype, count, offset=offset))
+        return raw(np.fromfile(folder / stored.file, dtype, count, offset=offset))
 
     return all(bool((read(a, i) == read(b, i)).all()) for i in range(0, size, step))

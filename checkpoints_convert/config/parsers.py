@@ -22,11 +22,13 @@ class Layers(NamedTuple):
         qk_norm: Queries and keys are normalised.
         qkv_bias: Queries, keys and values have a bias, the output projection has none (Qwen2).
         norm_topk: Expert weights are divided by their sum (SDAR-MoE's own code).
+        rms_only: `layer_norm_eps` would mean another norm (iLLaDA).
     """
 
     qk_norm: bool = False
     qkv_bias: bool = False
     norm_topk: bool = False
+    rms_only: bool = False
 
 
 def hf(fields: Fields, layers: Layers) -> dict[str, Any]:
@@ -34,6 +36,9 @@ def hf(fields: Fields, layers: Layers) -> dict[str, Any]:
     common_refusals(fields)
     if fields.config.get("mlp_bias"):
         fields.problems.append("mlp_bias=true is not supported; these families have no bias there")
+    if layers.rms_only and fields.config.get("layer_norm_eps") is not None:
+        size = fields.config["layer_norm_eps"]
+        fields.problems.append(f"layer_norm_eps={size!r} means LayerNorm; only RMSNorm (null) is")
     theta, scaling, partial = rope(fields)
     no_partial_rope(fields, partial)
     # Qwen2 layers always have a bias; Dream and Fast-dLLM state attention_bias=false or nothing.
@@ -74,6 +79,47 @@ def qwen_moe(fields: Fields, layers: Layers) -> dict[str, Any]:
             for i in range(network["num_layers"])
         ),
         "norm_topk": norm or layers.norm_topk,
+    }
+
+
+def llada_moe(fields: Fields, layers: Layers) -> dict[str, Any]:
+    """LLaDA-MoE's names for Qwen3-MoE's layers; weights of experts are never divided by their sum.
+
+    Source: modeling_lladamoe.py of LLaDA-MoE-7B-A1B, which reads neither `norm_topk_prob` nor
+    groups nor a factor of the weights.
+    """
+    config, count = fields.config, fields.whole("num_hidden_layers", most=_MOST_LAYERS)
+    for key, allowed, why in (
+        ("moe_router_score_function", "softmax", "scores are one law over all experts"),
+        ("moe_router_enable_expert_bias", False, "the bias would enter the weights"),
+    ):
+        fields.must_be(key, allowed, why=why)
+    if config.get("clip_qkv") is not None:
+        fields.problems.append(f"clip_qkv={config['clip_qkv']!r} is not supported; only null is")
+    usual = {"norm_topk_prob": False, "routed_scaling_factor": 1, "router_num_group": 1}
+    unread = [key for key in usual if config.get(key) not in (None, usual[key])]
+    if unread:
+        fields.notes.append(f"{', '.join(unread)}: the family's own code does not read it")
+    routed = config.get("moe_layer_freq", [1] * count)
+    if (
+        not isinstance(routed, list)
+        or len(routed) != count
+        or any(flag not in (0, 1) for flag in routed)
+    ):
+        fields.problems.append(f"moe_layer_freq={routed!r} must hold 0 or 1 for each of {count}")
+        routed = [1] * count
+    size = fields.whole("expert_intermediate_size")
+    dense = fields.whole("dense_intermediate_size", (size or 1) if all(routed) else None)
+    named = Fields({**config, "intermediate_size": dense or 1}, fields.problems, fields.notes)
+    return {
+        **hf(named, layers),
+        "qk_norm": fields.flag("qk_layernorm", layers.qk_norm),
+        "num_experts": fields.whole("num_experts"),
+        "experts_per_token": fields.whole("num_experts_per_tok"),
+        "expert_size": size,
+        "shared_size": fields.whole("shared_expert_intermediate_size", 0, low=0),
+        "moe_layers": tuple(map(bool, routed)),
+        "norm_topk": False,
     }
 
 
@@ -167,7 +213,13 @@ def llada2(fields: Fields, layers: Layers) -> dict[str, Any]:
     }
 
 
-PARSERS = {"hf": hf, "qwen_moe": qwen_moe, "llada": llada, "llada2": llada2}
+PARSERS = {
+    "hf": hf,
+    "qwen_moe": qwen_moe,
+    "llada_moe": llada_moe,
+    "llada": llada,
+    "llada2": llada2,
+}
 
 
 def decoder(fields: Fields) -> dict[str, Any]:

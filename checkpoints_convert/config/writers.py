@@ -29,6 +29,20 @@ def _qwen_moe(cfg: Any, layers: Layers) -> dict[str, Any]:
     }
 
 
+def _llada_moe(cfg: Any, layers: Layers) -> dict[str, Any]:
+    entries = _hf(cfg, layers)
+    return {
+        **entries,
+        "dense_intermediate_size": entries.pop("intermediate_size"),
+        "qk_layernorm": cfg.qk_norm,
+        "num_experts": cfg.num_experts,
+        "num_experts_per_tok": cfg.experts_per_token,
+        "expert_intermediate_size": cfg.expert_size,
+        "shared_expert_intermediate_size": cfg.shared_size or None,
+        "moe_layer_freq": [int(moe) for moe in cfg.moe_layers],
+    }
+
+
 def _llada(cfg: Any, layers: Layers) -> dict[str, Any]:
     del layers
     return {
@@ -194,6 +208,7 @@ def _scaling(cfg: Any) -> dict[str, Any] | None:
 WRITERS: dict[str, Callable[[Any, Layers], dict[str, Any]]] = {
     "hf": _hf,
     "qwen_moe": _qwen_moe,
+    "llada_moe": _llada_moe,
     "llada": _llada,
     "llada2": _llada2,
     "dflash": _dflash,

@@ -33,7 +33,12 @@ from dllm_jax.models.moe import MoEConfig
 
 _PARSERS = {**PARSERS, "dflash": dflash, "diffusion_gemma": diffusion_gemma}
 # Families whose model_type is also another's.
-_MODEL_TYPES = {"dream": "Dream", "dream_reasoner": "Dream", "stable_diffcoder": "llama"}
+_MODEL_TYPES = {
+    "dream": "Dream",
+    "dream_reasoner": "Dream",
+    "stable_diffcoder": "llama",
+    "open_dcoder": "qwen2",
+}
 # Entries with ids that make a text longer or shorter while it is written.
 _RESIZES = re.compile(r"(expand|delete|insert|split|merge)\w*_token_ids?")
 
@@ -71,8 +76,8 @@ def parse_config(
     problems: list[str] = []
     notes: list[str] = []
     fields = Fields(well_formed(config, problems), problems, notes)
-    family = find_family(fields.config, name)
     generation, facts = generation_config or {}, tokenizer or TokenizerFacts()
+    family = find_family(fields.config, name, facts)
     network = _PARSERS[family.dialect](fields, family.layers)
     tokens = _tokens(fields, family, network["vocab_size"], generation, facts)
     settings = settings_of(fields, family, network, name, "delete_token_id" in tokens)
@@ -109,7 +114,7 @@ def config_json(family: str, cfg: DenseConfig, dtype: str = "bfloat16") -> dict[
     }
 
 
-def find_family(config: Json, name: str = "") -> Family:
+def find_family(config: Json, name: str = "", tokenizer: TokenizerFacts | None = None) -> Family:
     """The family of a config, by its architecture, then `auto_map`, then `model_type`.
 
     `model_type` counts only where no class is named: a Qwen3 classifier, or a diffusion model of
@@ -133,13 +138,21 @@ def find_family(config: Json, name: str = "") -> Family:
         raise ConfigError([_relative(shown, "speculator")])
     for said in named or [model_type]:
         for family in (*FAMILIES, *DRAFTS):
-            if said in (family.architecture, *family.also, *family.model_types):
+            if said not in (family.architecture, *family.also, *family.model_types):
+                continue
+            if not family.is_marked or _mask_of(config, family, tokenizer) is not None:
                 return family
         if reason := _relative(shown, said):
             raise ConfigError([reason])
     known = ", ".join(f"{f.architecture} ({f.name})" for f in (*FAMILIES, *DRAFTS))
     unknown = f"{shown} is unknown; known are {known}; docs/models.md lists what is planned"
     raise ConfigError([_relative(shown, model_type) or _relative(shown, name) or unknown])
+
+
+def _mask_of(config: Json, family: Family, tokenizer: TokenizerFacts | None) -> Any:
+    """The mask that the config or the tokenizer names."""
+    stated = config.get("mask_token_id")
+    return tokenizer and tokenizer.mask_id(*family.mask_tokens) if stated is None else stated
 
 
 def _relative(shown: str, said: Any) -> str:
@@ -206,7 +219,7 @@ def _config_class(family: Family) -> type[DenseConfig]:
         return DFlashConfig
     if family.dialect == "diffusion_gemma":
         return GemmaConfig
-    return MoEConfig if family.dialect in ("qwen_moe", "llada2") else DenseConfig
+    return MoEConfig if family.dialect in ("qwen_moe", "llada_moe", "llada2") else DenseConfig
 
 
 def _tokens(
@@ -229,12 +242,12 @@ def _tokens(
     stops = stop_ids(ends, family.stop_token_ids, rows, limit, notes)
     pads = (config.get("pad_token_id"), generation.get("pad_token_id"), facts.pad_token_id)
     mask = -1
-    if family.mask_token_id is not None and rows:
+    if family.mask_tokens and rows:
         usual = family.mask_token_id
         sources = {
             "config.json": config.get("mask_token_id"),
             "the tokenizer": facts.mask_id(*family.mask_tokens),
-            f"the {family.name} family": usual if usual < rows else None,
+            f"the {family.name} family": usual if usual is not None and usual < rows else None,
         }
         said = {i for value in pads for i in ids(value)}
         mask = mask_id(sources, rows, {*stops, *said}, problems, notes)

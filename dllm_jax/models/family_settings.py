@@ -34,13 +34,15 @@ def settings_of(
         settings |= BLOCK_ROUTED
         if not has_edits:
             settings["strategy"] = "edit"
-    if family.mask_token_id is not None:
-        settings["block_size"] = _native_block(fields, family, routing_block, name)
+    own = _own(fields)
+    hinted = _hinted(fields, family, settings["strategy"], name, own.get("strategy"))
+    usual = hinted.pop("block_size", family.block_size)
+    if family.mask_tokens:
+        settings["block_size"] = _native_block(fields, usual, routing_block, name)
     if network.get("canvas_length"):  # not one that is refused
         settings["block_size"] = network["canvas_length"]
     if "block_size" in network:  # a drafter's config has it
         settings["block_size"] = network["block_size"]
-    hinted = _hinted(fields, family, settings["strategy"], name)
     trained_len = hinted.pop("trained_len", family.trained_len)
     settings |= hinted
     if trained_len is not None and network["max_position"] > trained_len:
@@ -48,7 +50,7 @@ def settings_of(
             f"max_position_embeddings={network['max_position']} is inherited: {family.name} was "
             f"trained on texts of {trained_len} tokens, and longer ones suffer"
         )
-    settings |= _own(fields)
+    settings |= own
     for key in ("block_size", "buffer_size"):
         size = settings[key]
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -61,8 +63,8 @@ def settings_of(
     return settings
 
 
-def _native_block(fields: Fields, family: Family, routing_block: int, name: str) -> Any:
-    """Tokens of a block: stated by the config, else by the name, else by the table."""
+def _native_block(fields: Fields, usual: int, routing_block: int, name: str) -> Any:
+    """Tokens of a block: stated by the config, else by the name, else the usual one."""
     config = fields.config
     suffix = re.search(r"-b(\d+)(?=-|$)", name)
     keys: Iterable[str] = ("bd_size", "block_size")
@@ -72,7 +74,7 @@ def _native_block(fields: Fields, family: Family, routing_block: int, name: str)
     if native is None and suffix:
         native = int(suffix[1])
     elif native is None:
-        return math.ceil(family.block_size / routing_block) * routing_block
+        return math.ceil(usual / routing_block) * routing_block
     elif suffix and int(suffix[1]) != native:
         fields.notes.append(
             f"{name} names blocks of {suffix[1]} but config.json says {native}; using that"
@@ -80,11 +82,19 @@ def _native_block(fields: Fields, family: Family, routing_block: int, name: str)
     return native
 
 
-def _hinted(fields: Fields, family: Family, strategy: str, name: str) -> dict[str, Any]:
-    """Settings implied by the name; an implied strategy is only noted."""
+def _hinted(
+    fields: Fields, family: Family, strategy: str, name: str, own: str | None
+) -> dict[str, Any]:
+    """Settings implied by the name; an implied strategy is only noted.
+
+    Args:
+        own: The strategy that the config states for us; it is believed before the name.
+    """
     changes: dict[str, Any] = {}
     for hint in family.hints:
-        if not re.search(hint.pattern, name, re.IGNORECASE):
+        implied = hint.settings.get("strategy")
+        is_meant = re.search(hint.pattern, name, re.IGNORECASE)
+        if not (implied == own if implied and own else is_meant):
             continue
         changes |= hint.settings
         if hint.refusal:

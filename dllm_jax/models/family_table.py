@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from dllm_jax.convert.config.parsers import Layers
 
 Attention = Literal["full", "causal", "block_causal", "d2f"]
-Dialect = Literal["hf", "qwen_moe", "llada", "llada2", "dflash", "diffusion_gemma"]
+Dialect = Literal["hf", "qwen_moe", "llada_moe", "llada", "llada2", "dflash", "diffusion_gemma"]
 
 D2F_BLOCK = 32
 _PLAIN = Layers()
@@ -112,8 +112,10 @@ class Family(Decoding):
         dialect: How the config is written.
         layers: Properties of the layers that the config does not state.
         shift: Row i of the output predicts position i + 1.
-        mask_token_id: None for a model without a mask token.
-        mask_tokens: Texts of the mask in the vocabulary.
+        mask_token_id: None where the files must name it, and for a model without a mask token.
+        mask_tokens: Texts of the mask in the vocabulary; empty for a model without a mask token.
+        is_marked: The class is also another model's: only one with a mask token in its files is of
+            this family.
         edits: Entries of the config with ids that are edits and no text, named as the fields of
             `FamilyDefaults`.
         unread: Entries with ids that stand for images or sounds, which no prompt may hold.
@@ -129,6 +131,7 @@ class Family(Decoding):
     shift: bool
     mask_token_id: int | None
     mask_tokens: tuple[str, ...] = ()
+    is_marked: bool = False
     stop_token_ids: tuple[int, ...]
     pad_token_id: int | None = None
     edits: tuple[str, ...] = ()
@@ -177,23 +180,50 @@ _QWEN2 = Layers(qkv_bias=True)
 _QWEN3 = Layers(qk_norm=True)
 _QWEN_ENDS = (151643, 151645)  # <|endoftext|>, <|im_end|>
 _LLADA_ENDS = (126081, 126348)  # <|endoftext|>, <|eot_id|>
+_LLADA2_ENDS = (156892, 156900)  # <|endoftext|>, <|role_end|>
+
+# As LLaDA's authors decode, and those who train as they did: the surest token of 32 each forward; a
+# threshold of 1 takes nothing beside it (Fast-dLLM's is 0.9).
+_AS_LLADA: Mapping[str, Any] = {
+    "shift": False,
+    "attention": "full",
+    "strategy": "full_sequence",
+    "block_size": 32,
+    "buffer_size": 16,
+    "accept_threshold": 1.0,
+    "remasking": "low_confidence",
+    "block_length": 32,
+}
+# dllm's A2D and OPDLM: an autoregressive model made into a masked or a block diffusion model, which
+# its files do not tell. A name that does decides.
+_BY_BLOCKS: Mapping[str, Any] = {
+    "strategy": "block_diffusion",
+    "attention": "block_causal",
+    "buffer_size": 1,
+    "remasking": "static",
+    "block_length": None,
+    "alternatives": (),
+}
+_OPDLM = {"block_size": 4, "remasking": "dynamic", "accept_threshold": 0.9}
+_A2D: Mapping[str, Any] = {
+    **_AS_LLADA,
+    "alternatives": ("block_diffusion",),
+    "mask_tokens": ("<|mask|>",),
+    "hints": (
+        Hint(pattern="mdlm", settings={"alternatives": ()}),
+        Hint(pattern="bd3lm|opdlm", settings=_BY_BLOCKS),
+        Hint(pattern="opdlm", settings=_OPDLM),
+    ),
+}
 
 FAMILIES = (
-    # GSAI-ML/LLaDA-8B-Base, LLaDA-8B-Instruct, LLaDA-1.5. As their authors decode: the surest token
-    # of 32 each forward; a threshold of 1 takes nothing beside it (Fast-dLLM's is 0.9).
+    # GSAI-ML/LLaDA-8B-Base, LLaDA-8B-Instruct, LLaDA-1.5
     Family(
         family="llada",
         architecture="LLaDAModelLM",
         model_types=("llada",),
         dialect="llada",
-        shift=False,
-        attention="full",
-        strategy="full_sequence",
-        block_size=32,
-        buffer_size=16,
-        accept_threshold=1.0,
-        remasking="low_confidence",
-        block_length=32,
+        **_AS_LLADA,
         mask_token_id=126336,
         mask_tokens=("<|mdm_mask|>",),
         stop_token_ids=_LLADA_ENDS,
@@ -316,7 +346,7 @@ FAMILIES = (
         alternatives=("edit", "dmax"),
         mask_token_id=156895,
         mask_tokens=("<|mask|>",),
-        stop_token_ids=(156892, 156900),  # <|endoftext|>, <|role_end|>
+        stop_token_ids=_LLADA2_ENDS,
         pad_token_id=156892,
         edits=("delete_token_id", "split_token_id"),
         hints=(
@@ -384,6 +414,80 @@ FAMILIES = (
         mask_token_id=None,
         stop_token_ids=(128001, 128008, 128009),
     ),
+    # GSAI-ML/iLLaDA-8B-Base, -Instruct. Neither config nor tokenizer marks the mask.
+    Family(
+        family="illada",
+        architecture="ILLaDAForCausalLM",
+        model_types=("illada",),
+        layers=Layers(rms_only=True),
+        **_AS_LLADA,
+        mask_token_id=5,
+        mask_tokens=("<[MASK]>",),
+        stop_token_ids=(2,),
+        pad_token_id=1,
+    ),
+    # inclusionAI/LLaDA-MoE-7B-A1B-Base, -Instruct; their model_type is LLaDA's
+    Family(
+        family="llada_moe",
+        architecture="LLaDAMoEModelLM",
+        model_types=("lladamoe", "llada_moe"),
+        dialect="llada_moe",
+        layers=_QWEN3,
+        **_AS_LLADA,
+        mask_token_id=156895,
+        mask_tokens=("<|mask|>",),
+        stop_token_ids=_LLADA2_ENDS,
+        pad_token_id=156892,
+    ),
+    # dllm-hub/Qwen3-0.6B-diffusion-{mdlm,bd3lm}-v0.1, divelab/Qwen3-*-a2d-init (untrained), OPDLM
+    Family(
+        family="a2d_qwen3",
+        architecture="A2DQwen3LMHeadModel",
+        model_types=("a2d-qwen3",),
+        layers=_QWEN3,
+        **_A2D,
+        mask_token_id=151669,
+        stop_token_ids=_QWEN_ENDS,
+        pad_token_id=151643,
+    ),
+    # dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-{mdlm,bd3lm}-v0.1
+    Family(
+        family="a2d_qwen2",
+        architecture="A2DQwen2LMHeadModel",
+        model_types=("a2d-qwen2",),
+        layers=_QWEN2,
+        **_A2D,
+        mask_token_id=151665,
+        stop_token_ids=_QWEN_ENDS,
+        pad_token_id=151643,
+    ),
+    Family(
+        family="a2d_llama",
+        architecture="A2DLlamaLMHeadModel",
+        model_types=("a2d-llama",),
+        **_A2D,
+        mask_token_id=None,
+        stop_token_ids=(),
+    ),
+    # fredzzp/open-dcoder-0.5B: a Qwen2 by its class. The card remasks too (P2), which is not here.
+    Family(
+        family="open_dcoder",
+        architecture="Qwen2ForCausalLM",
+        layers=_QWEN2,
+        shift=True,
+        attention="full",
+        strategy="full_sequence",
+        block_size=32,
+        buffer_size=16,
+        accept_threshold=1.0,
+        remasking="entropy",
+        temperature=0.5,
+        mask_token_id=151665,
+        mask_tokens=("[MASK]",),
+        is_marked=True,
+        stop_token_ids=_QWEN_ENDS,
+        pad_token_id=151643,
+    ),
 )
 
 # Drafters: decoded with a target, never alone. In training they saw features of the text and
@@ -433,8 +537,8 @@ RELATIVES = {
     "run here",
     "nemotron.?labs.?diffusion.*|ministraldiffencoder.*": _THREE_MODES,
     "wedlm.*": "it attends in the order in which cells were filled",
-    "llada_?moe.*": "LLaDA-MoE is Qwen3-MoE with other names and weights that are never normed; "
-    "planned",
+    "qwen2(forcausallm)?": "it is Qwen2.5 unless its config or its tokenizer has a mask token, as "
+    "Open-dCoder's has ([MASK])",
     "dream": "that alone does not say whether its layers are Qwen2's or Qwen3's; "
     'add "architectures": ["DreamModel"] or ["DreamForCausalLM"] to config.json',
 }

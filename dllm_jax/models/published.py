@@ -2,7 +2,8 @@
 
 Source: config.json of these repositories on the Hugging Face hub, entries that say nothing of the
 network or of its tokens left out. What could not be seen: theta of DreamReasoner and LLaDA2.2-mini,
-whether SDAR-1.7B's head is tied (its siblings' are not), the length of DMax-16B and of the drafter.
+whether SDAR-1.7B's head is tied (its siblings' are not), the length of DMax-16B and of the drafter,
+theta of iLLaDA and LLaDA-MoE, and the mask id of Open-dCoder.
 """
 
 from typing import Any
@@ -70,6 +71,13 @@ def _fast_dllm(layers: int, width: int, heads: int, ffn: int, vocab: int, *, tie
 
 def _sdar(layers: int, width: int, heads: int, ffn: int) -> Config:
     return _hf("SDARForCausalLM", "sdar", layers, width, heads, 8, ffn, 151936, **_SDAR)
+
+
+def _a2d(base: Config) -> Config:
+    """An autoregressive model's config as A2D writes it."""
+    kind = base["architectures"][0].removesuffix("ForCausalLM")
+    names = {"architectures": [f"A2D{kind}LMHeadModel"], "model_type": f"a2d-{kind.lower()}"}
+    return {**base, **names}
 
 
 def _qwen3(layers: int, width: int, heads: int, ffn: int, *, tied: bool) -> Config:
@@ -151,6 +159,39 @@ _LLADA_8B: Config = {
     "eos_token_id": 126081,
     "pad_token_id": 126081,
 }
+_ILLADA = _hf(
+    *("ILLaDAForCausalLM", "illada"),
+    *(32, 4096, 32, 8, 14336, 155136),
+    rope_theta=500000.0,
+    tie_word_embeddings=True,
+    max_position_embeddings=8192,
+    attention_bias=False,
+    mlp_bias=False,
+    layer_norm_eps=None,
+    bos_token_id=0,
+    pad_token_id=1,
+    eos_token_id=2,
+)
+_LLADA_MOE = _hf(
+    *("LLaDAMoEModelLM", "llada"),
+    *(16, 2048, 16, 16, 8192, 157184),
+    rope_theta=50000.0,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=4096,
+    attention_bias=False,
+    clip_qkv=None,
+    dense_intermediate_size=8192,
+    expert_intermediate_size=1024,
+    shared_expert_intermediate_size=None,
+    moe_layer_freq=[1] * 16,
+    num_experts=64,
+    num_experts_per_tok=8,
+    qk_layernorm=True,
+    moe_router_enable_expert_bias=False,
+    moe_router_score_function="softmax",
+    eos_token_id=156892,
+    pad_token_id=156892,
+)
 _DREAM_REASONER = _hf(
     *("DreamForCausalLM", "Dream"),
     *(36, 4096, 32, 8, 12288, 151936),
@@ -246,12 +287,32 @@ _DIFFUSION_GEMMA: Config = {
     },
 }
 
+_QWEN2_CODER = _hf(
+    *("Qwen2ForCausalLM", "qwen2"),
+    *(24, 896, 14, 2, 4864, 151936),
+    **{**_QWEN2, **_ENDS, "eos_token_id": 151645, "tie_word_embeddings": True},
+    max_position_embeddings=32768,
+)
+
 PUBLISHED: dict[str, Config] = {
     **dict.fromkeys(
         ("GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5"), _LLADA_8B
     ),
     **dict.fromkeys(("Dream-org/Dream-v0-Base-7B", "Dream-org/Dream-v0-Instruct-7B"), _dream()),
     **dict.fromkeys((f"apple/DiffuCoder-7B-{x}" for x in ("Base", "Instruct", "cpGRPO")), _dream()),
+    **dict.fromkeys(("GSAI-ML/iLLaDA-8B-Base", "GSAI-ML/iLLaDA-8B-Instruct"), _ILLADA),
+    **dict.fromkeys(
+        (f"inclusionAI/LLaDA-MoE-7B-A1B-{x}" for x in ("Base", "Instruct")), _LLADA_MOE
+    ),
+    **{
+        f"dllm-hub/{name}-diffusion-{kind}-v0.1": _a2d(base)
+        for name, base in (
+            ("Qwen3-0.6B", _qwen3(28, 1024, 16, 3072, tied=True)),
+            ("Qwen2.5-Coder-0.5B-Instruct", _QWEN2_CODER),
+        )
+        for kind in ("mdlm", "bd3lm")
+    },
+    "fredzzp/open-dcoder-0.5B": {**_QWEN2_CODER, "mask_token_id": 151665},
     "Dream-org/DreamReasoner-8B": _DREAM_REASONER,
     "ByteDance-Seed/Stable-DiffCoder-8B-Base": _STABLE_DIFFCODER,
     "ByteDance-Seed/Stable-DiffCoder-8B-Instruct": _STABLE_DIFFCODER,

@@ -25,7 +25,7 @@ QUESTIONS = [
     Question.score("How urgent?", ["low", "middle", "high"], name="urgency"),
 ]
 MASK_ID = 47
-OWN_MASK = {"fast_dllm_v2", "llada2", "llada2_2", "stable_diffcoder"}
+OWN_MASK = {"fast_dllm_v2", "illada", "llada2", "llada2_2", "stable_diffcoder"}
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"decoder_sparse_step": 2, "mlp_only_layers": [3], "num_hidden_layers": 4},
     ),
     "llama31": ("llama31", {}),
+    "illada": ("illada", {}),
+    "llada_moe": ("llada_moe", {}),
+    "a2d_qwen3": ("a2d_qwen3", {}),
+    "a2d_qwen2": ("a2d_qwen2", {}),
+    "a2d_llama": ("a2d_llama", {}),
+    "open_dcoder": ("open_dcoder", {}),
 }
 
 

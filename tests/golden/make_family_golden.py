@@ -37,6 +37,12 @@ CLASSES = {  # architectures[0] -> the class of transformers
     "Qwen3ForCausalLM": "Qwen3",
     "Qwen3MoeForCausalLM": "Qwen3Moe",
     "LlamaForCausalLM": "Llama",
+    "ILLaDAForCausalLM": "Llama",
+    "A2DLlamaLMHeadModel": "Llama",
+    "A2DQwen2LMHeadModel": "Qwen2",
+    "Qwen2ForCausalLM": "Qwen2",
+    "A2DQwen3LMHeadModel": "Qwen3",
+    "LLaDAMoEModelLM": "Qwen3Moe",
 }
 SAME = (  # config entries that mean the same in both
     "vocab_size",
@@ -73,6 +79,10 @@ LLADA_CONFIG = {  # LLaDA's entry -> transformers'
     "max_sequence_length": "max_position_embeddings",
     "weight_tying": "tie_word_embeddings",
     "activation_type": "hidden_act",
+}
+LLADA_MOE_CONFIG = {
+    "dense_intermediate_size": "intermediate_size",
+    "expert_intermediate_size": "moe_intermediate_size",
 }
 LLADA_NAMES = (
     (r"^model\.transformer\.wte\.", "model.embed_tokens."),
@@ -115,8 +125,13 @@ def network(folder: Path) -> Any:
 
 def config_for(name: str, published: dict[str, Any]) -> dict[str, Any]:
     """The published facts as the class's config takes them."""
-    renamed = {LLADA_CONFIG.get(key, key): value for key, value in published.items()}
+    names = LLADA_CONFIG | LLADA_MOE_CONFIG
+    renamed = {names.get(key, key): value for key, value in published.items()}
     config = {key: renamed[key] for key in SAME if key in renamed}
+    if "moe_layer_freq" in published:  # LLaDA-MoE, whose class never norms
+        dense = [i for i, flag in enumerate(published["moe_layer_freq"]) if not flag]
+        head = {"head_dim": published["hidden_size"] // published["num_attention_heads"]}
+        config |= head | {"mlp_only_layers": dense, "norm_topk_prob": False}
     rope = dict(published.get("rope_scaling") or {"rope_type": "default"})
     rope["rope_theta"] = float(published["rope_theta"])
     if name == "Glm4Moe":

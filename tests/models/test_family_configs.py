@@ -57,7 +57,8 @@ def noted(family, words, **changes):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_tiny_config_is_read_as_its_family_and_without_a_note(family):
-    parsed = parse(family, mask_token_id=5 if family == "stable_diffcoder" else 47)
+    usual = {"stable_diffcoder": 5, "illada": 5}
+    parsed = parse(family, mask_token_id=usual.get(family, 47))
     row = {"diffucoder": "dream", "llada2_2": "llada2", "llama31": "llama"}.get(family, family)
     assert parsed.family == parsed.defaults.family == row
     assert parsed.notes == ()
@@ -180,6 +181,85 @@ def test_45_12_what_changes_no_length_still_loads():
     refused("sdar", "Uno, whose adapter is on while it drafts", name="uno-qwen3-8B")
 
 
+def test_48_1_illada_has_its_mask_though_no_file_says_so():
+    parsed = parse("illada", mask_token_id=...)
+    assert (parsed.config.mask_token_id, parsed.config.tie_embeddings) == (5, True)
+    refused("illada", "layer_norm_eps=1e-05 means LayerNorm", layer_norm_eps=1e-5, mask_token_id=5)
+    refused("illada", "mlp_bias=true is not supported", mlp_bias=True, mask_token_id=5)
+    refused("illada", "rope_theta=None", rope_theta=..., mask_token_id=5)
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "wanted"),
+    [
+        ("Qwen3-0.6B", None, "full_sequence full 32 low_confidence 32 block_diffusion"),
+        ("Qwen3-diffusion-mdlm-v0.1", None, "full_sequence full 32 low_confidence 32 "),
+        ("Qwen3-diffusion-bd3lm-v0.1", None, "block_diffusion block_causal 32 static None "),
+        ("Qwen3-8B-OPDLM", None, "block_diffusion block_causal 4 dynamic None "),
+        ("Qwen3-0.6B", "block_diffusion", "block_diffusion block_causal 32 static None "),
+        ("a-bd3lm", "full_sequence", "full_sequence full 32 low_confidence 32 block_diffusion"),
+    ],
+)
+@pytest.mark.parametrize("family", ["a2d_qwen3", "a2d_qwen2", "a2d_llama"])
+def test_48_2_a_name_or_our_entry_says_how_a2d_was_trained(family, name, own, wanted):
+    changes = {"dllm_jax": {"strategy": own}} if own else {}
+    d = parse(family, name=name, **changes).defaults
+    found = (d.strategy, d.attention, d.block_size, d.remasking, d.block_length)
+    assert " ".join(map(str, (*found, ",".join(d.alternatives)))) == wanted
+
+
+def test_48_2_an_a2d_config_may_state_its_block():
+    assert parse("a2d_qwen3", name="x-opdlm", block_size=8).defaults.block_size == 8
+
+
+def test_48_2_qwen2_is_open_dcoder_only_with_a_mask_token():
+    files = CONFIGS["open_dcoder"]
+    words = "it is Qwen2.5 unless its config or its tokenizer has a mask token, as Open-dCoder's"
+    for plain in (files, {"model_type": "qwen2"}):
+        with pytest.raises(ConfigError, match=words):
+            parse_config(plain, tokenizer=TokenizerFacts(vocabulary={"<|im_end|>": 45}))
+    marked = parse_config(files, tokenizer=TokenizerFacts(vocabulary={"[MASK]": 47}))
+    assert (marked.family, marked.config.mask_token_id) == ("open_dcoder", 47)
+    assert parse_config({**files, "mask_token_id": 47}).config.shift
+
+
+def test_48_2_llada_moe_never_norms_what_its_experts_weigh():
+    parsed = parse("llada_moe")
+    config = parsed.config
+    assert (config.norm_topk, config.qk_norm, config.score) == (False, True, "softmax")
+    assert (config.moe_layers, config.ffn_size, config.expert_size) == ((False, True, True), 56, 24)
+    assert (config.num_experts, config.experts_per_token, config.shared_size) == (12, 3, 0)
+    words = "norm_topk_prob: the family's own code does not read it"
+    assert not noted("llada_moe", words, norm_topk_prob=True).config.norm_topk
+    noted("llada_moe", "routed_scaling_factor, router_num_group: ", **_SCALED)
+    sparse = parse("llada_moe", moe_layer_freq=..., dense_intermediate_size=...).config
+    assert (sparse.moe_layers, sparse.ffn_size) == ((True,) * 3, 24)
+    assert parse("llada_moe", shared_expert_intermediate_size=16).config.shared_size == 16
+    assert not parse("llada_moe", qk_layernorm=False).config.qk_norm
+    assert find_family({"architectures": ["LLaDAMoEModelLM"], "model_type": "llada"}).name == (
+        "llada_moe"
+    )
+
+
+_SCALED = {"routed_scaling_factor": 2.5, "router_num_group": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported; only null is"),
+        ({"moe_router_enable_expert_bias": True}, "the bias would enter the weights"),
+        ({"moe_router_score_function": "sigmoid"}, "scores are one law over all experts"),
+        ({"moe_layer_freq": [1, 1]}, "moe_layer_freq=[1, 1] must hold 0 or 1 for each of 3"),
+        ({"moe_layer_freq": [[], 1, {}]}, "must hold 0 or 1 for each of 3"),
+        ({"dense_intermediate_size": None}, "dense_intermediate_size=None must be a positive"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+    ],
+)
+def test_48_2_what_llada_moe_may_not_have_is_refused(changes, words):
+    refused("llada_moe", words, **changes)
+
+
 # Llama's names.
 
 
@@ -200,7 +280,7 @@ def test_elsewhere_the_config_says_whether_attention_has_biases(family):
 
 def test_shift_is_the_familys():
     shifted = {row.name for row in FAMILIES if row.shift}
-    assert shifted == {"dream", "fast_dllm_v2", "qwen3", "qwen3_moe", "llama"}
+    assert shifted == {"dream", "open_dcoder", "fast_dllm_v2", "qwen3", "qwen3_moe", "llama"}
     assert parse("dream").config.shift
     assert not parse("dream_reasoner").config.shift
 

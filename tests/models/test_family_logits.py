@@ -11,6 +11,7 @@ close.
 """
 
 import dataclasses
+import json
 import warnings
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 import dllm_jax as dj
 from dllm_jax.models import reference
@@ -153,6 +155,15 @@ DRAWS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "one_sigmoid_expert_a_row": ("llada2", {"num_experts_per_tok": 1}),
     "routing_blocks": ("llada2_2", {"block_size": 5}),
+    "llada_moe_with_a_shared_expert": (
+        "llada_moe",
+        {
+            "shared_expert_intermediate_size": 16,
+            "num_key_value_heads": 3,
+            "moe_layer_freq": [1, 1, 1],
+        },
+    ),
+    "a2d_untied": ("a2d_qwen3", {"tie_word_embeddings": False}),
     "other_stretching": (
         "llama31",
         {
@@ -193,6 +204,26 @@ def test_residual_streams_agree_with_the_reference(folder_of, model_of):
         )
         for stream, row in zip(streams, wanted, strict=True):
             np.testing.assert_allclose(stream[0], row, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_48_2_the_head_of_an_a2d_folder_wins_over_its_tie(tmp_path, is_copy):
+    """Fine-tunes break ties and leave the entry of the config as it was."""
+    folder = write_tiny("a2d_qwen3", tmp_path, seed=7, tie_word_embeddings=False)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    ids = some_ids()
+    if is_copy:
+        tensors = load_file(folder / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+        save_file(tensors, folder / "model.safetensors")
+        model = dj.load(folder, dtype="float32")
+    else:
+        with pytest.warns(UserWarning, match=r"lm_head\.weight differs from the embedding, so it"):
+            model = dj.load(folder, dtype="float32")
+    assert model.config.tie_embeddings == is_copy
+    (folder / "config.json").write_text(json.dumps(config))  # whose reader takes the head
+    agree(model, folder, ids)
 
 
 # --- what may differ between folders and change nothing ------------------------------------------
@@ -373,6 +404,7 @@ WRONG_CONFIGS = {
     "sigmoid for softmax": ("sdar_moe", {"score": "sigmoid"}),
     "a capacity where there is none": ("llada2", {"expert_capacity": 5, "routing_block": 5}),
     "another theta": ("qwen3", {"rope_theta": 1e4}),
+    "weights normalised": ("llada_moe", {"norm_topk": True}),
 }
 
 

@@ -96,10 +96,15 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         )
         attention = _fused_attention(config) if is_llada2 else _attention(config, kind)
         ffn = (
-            _experts(config) if has_experts(config, i) else _mlp(width, config["intermediate_size"])
+            _experts(config)
+            if has_experts(config, i)
+            else _mlp(width, config.get("dense_intermediate_size") or config["intermediate_size"])
         )
         shapes |= {at + name: shape for name, shape in attention.items()}
         shapes |= {f"{at}mlp.{name}": shape for name, shape in ffn.items()}
+        shared = config.get("shared_expert_intermediate_size")
+        if shared and has_experts(config, i):
+            shapes |= _mlp(width, shared, at + "shared_expert.")
     return shapes
 
 
@@ -107,6 +112,8 @@ def has_experts(config: dict[str, Any], layer: int) -> bool:
     """Whether a layer routes, by the config's own rule."""
     if "first_k_dense_replace" in config:
         return layer >= config["first_k_dense_replace"]
+    if "moe_layer_freq" in config:
+        return bool(config["moe_layer_freq"][layer])
     if "num_experts" not in config or layer in config["mlp_only_layers"]:
         return False
     return (layer + 1) % config["decoder_sparse_step"] == 0
@@ -121,10 +128,18 @@ def _heads(config: dict[str, Any]) -> tuple[int, int, int]:
     )
 
 
+_QWEN2 = (
+    "DreamModel",
+    "Fast_dLLM_QwenForCausalLM",
+    "A2DQwen2LMHeadModel",
+    "Qwen2ForCausalLM",
+)
+
+
 def _attention(config: dict[str, Any], kind: str) -> dict[str, tuple[int, ...]]:
     heads, kv_heads, size = _heads(config)
     width, at = config["hidden_size"], "self_attn."
-    is_qwen2 = kind in ("DreamModel", "Fast_dLLM_QwenForCausalLM")
+    is_qwen2 = kind in _QWEN2
     stated = bool(config.get("attention_bias"))
     shapes: dict[str, tuple[int, ...]] = {}
     for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
@@ -134,7 +149,7 @@ def _attention(config: dict[str, Any], kind: str) -> dict[str, tuple[int, ...]]:
     shapes[at + "o_proj.weight"] = (width, heads * size)
     if stated and not is_qwen2:
         shapes[at + "o_proj.bias"] = (width,)
-    if not is_qwen2 and config["model_type"] != "llama":
+    if not is_qwen2 and config["model_type"] not in ("llama", "illada", "a2d-llama"):
         shapes[at + "q_norm.weight"] = shapes[at + "k_norm.weight"] = (size,)
     return shapes
 
@@ -163,7 +178,7 @@ def _mlp(width: int, inner: int, at: str = "") -> dict[str, tuple[int, ...]]:
 def _experts(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     width, inner, count = (
         config["hidden_size"],
-        config["moe_intermediate_size"],
+        config.get("expert_intermediate_size") or config["moe_intermediate_size"],
         config["num_experts"],
     )
     shapes: dict[str, tuple[int, ...]] = {"gate.weight": (count, width)}

@@ -16,8 +16,19 @@ from tests.oracles.family_files import Weights, layer_weights, merged, read_fact
 
 Array = np.ndarray
 
-_QWEN2 = ("DreamModel", "Fast_dLLM_QwenForCausalLM")
-_LLAMA = ("LLaDAModelLM", "StableDiffcoderForCausalLM", "LlamaForCausalLM")
+_QWEN2 = (
+    "DreamModel",
+    "Fast_dLLM_QwenForCausalLM",
+    "A2DQwen2LMHeadModel",
+    "Qwen2ForCausalLM",
+)
+_LLAMA = (
+    "LLaDAModelLM",
+    "StableDiffcoderForCausalLM",
+    "LlamaForCausalLM",
+    "ILLaDAForCausalLM",
+    "A2DLlamaLMHeadModel",
+)
 
 
 class Routing(NamedTuple):
@@ -236,8 +247,10 @@ def experts(facts: SimpleNamespace, x: Array, layer: Weights, routing: Routing) 
     for row in range(len(x)):
         for expert, weight in zip(routing.ids[row], routing.weights[row], strict=True):
             out[row] += weight * _swiglu(x[row], *expert_weights(layer, int(expert)))
-    shared = "mlp.shared_experts."
-    return out + swiglu(x, layer, shared) if shared + "gate_proj.weight" in layer else out
+    for shared in ("mlp.shared_experts.", "shared_expert."):
+        if shared + "gate_proj.weight" in layer:
+            out = out + swiglu(x, layer, shared)
+    return out
 
 
 def expert_weights(layer: Weights, expert: int) -> tuple[Array, Array, Array]:

@@ -81,7 +81,10 @@ def _named_facts(config: dict[str, Any], kind: str) -> SimpleNamespace:
     facts.num_experts = config["num_experts"]
     facts.chosen = config["num_experts_per_tok"]
     facts.normalise = config["norm_topk_prob"]
-    if kind == "LLaDA2MoeModelLM":
+    if kind == "LLaDAMoEModelLM":
+        facts.routed = [bool(flag) for flag in config["moe_layer_freq"]]
+        facts.normalise = False  # whatever the config says
+    elif kind == "LLaDA2MoeModelLM":
         facts.embed = "model.word_embeddings.weight"
         facts.routed = [i >= config["first_k_dense_replace"] for i in range(layers)]
         facts.groups, facts.kept_groups = config.get("n_group"), config.get("topk_group")
