@@ -28,8 +28,8 @@ async def health(service: Service, call: Call) -> Any:
         done, of = engine.progress
         if engine.state == "starting" or (engine.state == "ready" and done < of):
             body |= {"done": done, "of": of}
-    if engine.failure is not None:
-        body["reason"] = engine.failure
+    if engine.reason is not None:
+        body["reason"] = engine.reason
     return Json(body, status_code=200 if engine.state == "ready" else 503)
 
 

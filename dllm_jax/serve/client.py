@@ -204,7 +204,8 @@ class EngineClient:
 
     Attributes:
         facts, text: Of the model, once the engine is ready.
-        over: Set when the engine has failed for good; `failure` says why.
+        over: Set when the engine has failed for good; `failure` says why, and `reason` what
+            clients may read of it: an exception's text may hold anything.
         is_usage: It failed for what the command line says.
     """
 
@@ -231,6 +232,7 @@ class EngineClient:
         self.text: TextSide | None = None
         self.counts = Counts()
         self.failure: str | None = None
+        self.reason: str | None = None
         self.is_usage = False
         self.num_failures = self.num_restarts = 0
         self.over = asyncio.Event()
@@ -351,7 +353,7 @@ class EngineClient:
 
     def _send(self, message: pipe.Message) -> None:
         if self._transport is None or self._transport.is_closing():
-            raise EngineGone(self.failure or "the engine is not ready")
+            raise EngineGone(self.reason or "the engine is not ready")
         try:
             self._unsent.append(pipe.frame(message))
         except ValueError as error:
@@ -434,11 +436,12 @@ class EngineClient:
         else:
             process.kill()
         reason = f"the engine process {_how(status)}" if failed is None else failed.message
+        said = reason if failed is None else "the engine has failed; the server's log says why"
         restarts = was_ready and self._restarts_left > 0 and not self.is_draining
         if not restarts:
-            self.failure = reason
+            self.failure, self.reason = reason, said
             self.is_usage = failed is not None and failed.usage
-        self.fail_all(reason)
+        self.fail_all(said)
         if restarts:
             self._restarts_left -= 1
             self.num_restarts += 1

@@ -110,7 +110,8 @@ class Call:
             ConnectionError: The client left.
         """
         most = self._limits.max_body_bytes
-        check_body(self.header(b"content-type"), self.header(b"content-length"), most)
+        kind, length = self.header(b"content-type"), self.header(b"content-length")
+        check_body(kind, self.header(b"content-encoding"), length, most)
         body = self.scope.get("dllm.body")
         return body if body and len(body) <= most else await read_body(self._receive, most)
 

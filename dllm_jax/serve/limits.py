@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from dllm_jax.serve.refusals import Refusal
+from dllm_jax.serve.refusals import Refusal, shown
 
 JSON = "application/json"
 BODY_SECONDS = 30.0  # from the headers to the last byte of a body
@@ -111,11 +111,12 @@ def _too_large(most: int) -> Refusal:
     )
 
 
-def check_body(kind: str, length: str, most: int) -> None:
+def check_body(kind: str, coding: str, length: str, most: int) -> None:
     """Refuse a body by its headers: it must be `application/json`, which no form can send.
 
     Args:
         kind: The content type.
+        coding: The content encoding.
         length: The content length; empty: unknown.
 
     Raises:
@@ -126,6 +127,13 @@ def check_body(kind: str, length: str, most: int) -> None:
             "the content type is not application/json; send JSON and say so",
             code="unsupported_media_type",
             status=415,
+        )
+    if coding and coding.strip().lower() != "identity":
+        raise Refusal(
+            f"the body is compressed ({shown(coding)}); send it as it is, without Content-Encoding",
+            code="unsupported_media_type",
+            status=415,
+            headers={"accept-encoding": "identity"},
         )
     if length and (not length.isdecimal() or int(length) > DISCARDED_BYTES):
         raise _too_large(most)

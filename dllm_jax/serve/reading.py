@@ -58,6 +58,12 @@ async def tokenize(service: Service, call: Call) -> Any:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise Refusal("give either prompt or messages, not both", param="prompt")
+    if body.messages is not None and body.add_special_tokens:
+        raise Refusal(
+            "add_special_tokens=true: the chat template writes them; leave it out",
+            param="add_special_tokens",
+            code="unsupported_parameter",
+        )
     if body.prompt is not None:
         special = body.add_special_tokens is not False
         ids = await text.run(len(body.prompt), text.ids, body.prompt, special, "prompt")

@@ -8,6 +8,7 @@ The first SIGTERM or Ctrl-C drains: new requests are refused, running ones go on
 import asyncio
 import contextlib
 import gc
+import ipaddress
 import logging
 import os
 import signal
@@ -82,6 +83,9 @@ async def _run(config: Config, sock: socket.socket) -> int:
     sweeping = asyncio.create_task(close_overdue(server.server_state.connections))
     gc.freeze()
     service.log.line("listening", url=_url(config, sock))
+    if is_open(config, sock.getsockname()[0]):
+        said = f"no key is set: whoever reaches {config.host} may use the model (--api-key-file)"
+        service.log.line("warning", "warning", said=said)
     try:
         status = await _until_over(service, stop)
     finally:
@@ -93,6 +97,11 @@ async def _run(config: Config, sock: socket.socket) -> int:
         await engine.close()
         service.log.flush()
     return status
+
+
+def is_open(config: Config, address: str) -> bool:
+    """Whether others than users of this machine may ask without a key."""
+    return not (config.api_keys or ipaddress.ip_address(address).is_loopback)
 
 
 async def _until_over(service: Service, stop: "_Stop") -> int:

@@ -39,9 +39,22 @@ class ClientGone(Exception):
     """The client left, or takes nothing."""
 
 
+# Line ends of Unicode, at which some clients split a stream: a JSON text may name them.
+_LINE_ENDS = {end.encode(): b"\\u%04x" % ord(end) for end in "\x85\u2028\u2029"}
+
+
+def _json(content: Any) -> bytes:
+    """JSON in one line, for whoever reads it."""
+    data = _ENCODER.encode(content)
+    for end, name in _LINE_ENDS.items():
+        if end in data:
+            data = data.replace(end, name)
+    return data
+
+
 def event(content: dict[str, Any]) -> bytes:
     """One event of a stream."""
-    return b"data: " + _ENCODER.encode(content) + b"\n\n"
+    return b"data: " + _json(content) + b"\n\n"
 
 
 class EventStream:
@@ -201,7 +214,7 @@ class EventStream:
         if edges is None:
             piece = event(self._form.piece(Delta(delta.id, delta.choice, "", 0)))
             edges = self._edges[delta.choice] = piece.rsplit(b'""', 1)
-        return edges[0] + _ENCODER.encode(delta.text) + edges[1]
+        return edges[0] + _json(delta.text) + edges[1]
 
     def _piece(self, delta: Delta) -> dict[str, Any]:
         chunk = self._form.piece(delta)

@@ -6,6 +6,7 @@ document is made of the same Structs.
 """
 
 import difflib
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -89,7 +90,7 @@ class Completion(Sampling, forbid_unknown_fields=True, kw_only=True):
 class Part(Struct, forbid_unknown_fields=True):
     """A part of a message's content; text only."""
 
-    type: Literal["text", "input_text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
@@ -239,6 +240,7 @@ IGNORED = frozenset(
     {
         *("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
         *("prompt_cache_options", "session_id", "request_id", "verbosity"),
+        *("cache_control", "cache_salt"),
     }
 )
 _GUIDED = "use structured_outputs: {{{}: ...}}"
@@ -270,18 +272,22 @@ REMEDIES = {
     "truncate_prompt_tokens": "prompts are not cut; shorten the prompt",
     "continue_final_message": "answers start anew; leave it out",
 }
-# Of a message. Clients echo an answer with all of its fields.
+# Of a message and of its parts. Clients echo an answer with all of its fields, and proxies add
+# hints for caches.
+_HINTS: dict[str, tuple[Any, ...] | _Any] = {"id": ANY, "annotations": ANY, "cache_control": ANY}
 TURN_NEUTRAL: dict[str, tuple[Any, ...] | _Any] = {
-    "refusal": (),
+    **_HINTS,
+    "refusal": ("",),
     "tool_calls": ([],),
     "tool_call_id": (),
     "function_call": (),
     "audio": (),
-    "annotations": ([],),
-    "reasoning": (),
-    "reasoning_content": (),
+    "reasoning": ("",),
+    "reasoning_content": ("",),
     "type": ("message",),  # of an input item of /v1/decisions
+    "status": ("completed",),
 }
+PART_NEUTRAL: dict[str, tuple[Any, ...] | _Any] = {**_HINTS, "logprobs": ([],)}
 _PART_ONLY = "only text parts are read; nothing is fetched or decoded"
 
 Body = TypeVar("Body", bound=Struct)
@@ -294,11 +300,38 @@ def read_json(data: bytes) -> Any:
         Refusal: It is none.
     """
     try:
-        return msgspec.json.decode(data)
+        content = msgspec.json.decode(data)
     except msgspec.ValidationError as error:  # a number that no float holds
         raise not_json(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise not_json(error) from None
+    if _MANY_DIGITS.search(data):
+        _check_integers(content)
+    return content
+
+
+_MANY_DIGITS = re.compile(rb"\d{19}")  # as an integer of more than 64 bits has
+
+
+def _check_integers(content: Any) -> None:
+    """Refuse integers that neither the pipe nor the device holds, wherever they are."""
+    waiting: list[tuple[Any, Any]] = [(content, None)]
+    while waiting:
+        value, at = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [(inner, (at, f".{key}")) for key, inner in value.items()]
+        elif isinstance(value, list):
+            waiting += [(inner, (at, f"[{i}]")) for i, inner in enumerate(value)]
+        elif isinstance(value, int) and not -(2**63) <= value < 2**64:
+            param = ""
+            while at is not None:
+                at, step = at
+                param = step + param
+            param = param.removeprefix(".") or None
+            raise Refusal(
+                f"{param or 'the body'} is an integer of more than 64 bits; send a smaller one",
+                param=param,
+            )
 
 
 def read(data: bytes, kind: type[Body]) -> Body:
@@ -310,8 +343,7 @@ def read(data: bytes, kind: type[Body]) -> Body:
     fields = read_json(data)
     if not isinstance(fields, dict):
         raise Refusal("the body is no JSON object; send one object", code="invalid_json")
-    is_sampling = issubclass(kind, Sampling)
-    kept = _kept(fields, kind, NEUTRAL if is_sampling else {}, "", special=issubclass(kind, Chat))
+    kept = _kept(fields, kind, NEUTRAL, "", special=issubclass(kind, Chat))
     for name in ("messages", "input"):
         if isinstance(kept.get(name), list):
             kept[name] = [_turn(turn, f"{name}[{i}]") for i, turn in enumerate(kept[name])]
@@ -368,7 +400,7 @@ def _changes_nothing(value: Any, neutral: tuple[Any, ...] | _Any) -> bool:
 def _unsupported(param: str, name: str, value: Any) -> Refusal:
     remedy = REMEDIES.get(name, "it is not supported; leave it out")
     if param != name:
-        remedy = f"it is not supported in a message; {'leave it out'}"
+        remedy = "it is not supported in a message; leave it out"
     return Refusal(f"{param}={shown(value)}: {remedy}", param=param, code="unsupported_parameter")
 
 
@@ -393,14 +425,25 @@ def _turn(turn: Any, path: str) -> Any:
         )
     kept = _kept(turn, Turn, TURN_NEUTRAL, f"{path}.")
     content = kept.get("content")
-    for i, part in enumerate(content if isinstance(content, list) else ()):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind not in ("text", "input_text"):
-            param = f"{path}.content[{i}].type"
-            raise Refusal(
-                f"{param}={shown(kind)}: {_PART_ONLY}", param=param, code="unsupported_parameter"
-            )
+    if isinstance(content, list):
+        kept["content"] = [_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
+    elif content is None and ("content" in turn or turn.get("role") == "assistant"):
+        kept["content"] = ""  # an empty turn
     return kept
+
+
+def _part(part: Any, path: str) -> Any:
+    """A part without the fields that change nothing."""
+    if not isinstance(part, dict):
+        return part
+    kind = part.get("type")
+    if isinstance(kind, str) and kind not in ("text", "input_text", "output_text"):
+        raise Refusal(
+            f"{path}.type={shown(kind)}: {_PART_ONLY}",
+            param=f"{path}.type",
+            code="unsupported_parameter",
+        )
+    return _kept(part, Part, PART_NEUTRAL, f"{path}.")
 
 
 def text_of(content: str | list[Part]) -> str:

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import re
 import socket
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +27,7 @@ from dllm_jax.serve.metrics import BUCKETS, HELP, Metrics
 from dllm_jax.serve.pipe import Counts, Delta, Facts, Frame, Usage
 from dllm_jax.serve.protocol import limited
 from dllm_jax.serve.refusals import Refusal
+from dllm_jax.serve.server import is_open
 from dllm_jax.serve.service import Config, Service
 from dllm_jax.serve.stream import ClientGone, EventStream
 from tests.serve.scripted import HANGS
@@ -80,6 +83,60 @@ def test_a_mailbox_tells_of_the_engines_end():
             await box.accepted()
 
     asyncio.run(run())
+
+
+def test_item_3_clients_read_no_text_of_an_exception():
+    async def run():
+        config = Config(model="m", launch=pipe.Launch("a:b", {}), version="0")
+        service = Service(config, Log("none"))
+        box = Mailbox(1, 1, 1)
+        service.engine._boxes[1] = box
+        service.engine._process = subprocess.Popen(["true"])
+        await service.engine._end(pipe.Failed("KeyError: 'a prompt'"))
+        one, headers = Connection(), [(b"host", b"localhost")]
+        for path in ("/health", "/"):
+            scope = {"type": "http", "method": "GET", "path": path, "headers": headers}
+            await application(service)(scope | {"dllm.connection": one}, None, one.send)
+        stream = EventStream(box, Form(True, "m", "f", 3), Metrics("m", "0"), "id")
+        await stream({"dllm.connection": one}, None, one.send)
+        assert service.engine.failure == "KeyError: 'a prompt'"  # for the log
+        assert one.sent.count(b"log says why") == 2
+        assert b"prompt" not in one.sent.replace(b"prompt_tokens", b"")
+
+    asyncio.run(run())
+
+
+def test_item_3_a_server_for_others_without_a_key_is_warned_of():
+    config = Config(model="m", launch=pipe.Launch("a:b", {}), version="0")
+    for address in ("0.0.0.0", "::", "10.0.0.1", "fe80::1%eth0"):
+        assert is_open(config, address)
+        assert not is_open(dataclasses.replace(config, api_keys=("k",)), address)
+    for address in ("127.0.0.1", "::1"):
+        assert not is_open(config, address)
+
+
+def test_item_14_no_event_has_a_line_end_of_unicode():
+    text = "a\u2028b\u2029c\x85d\ne\u202a"
+    form = Form(True, "m", "f", 3)
+    box, one = Mailbox(1, 1, 1), Connection()
+
+    async def run():
+        one.is_writable = True
+        stream = EventStream(box, form, Metrics("m", "0"), "id")
+        task = asyncio.create_task(stream({"dllm.connection": one}, None, one.send))
+        for part in (text, text):
+            await asyncio.sleep(0.01)
+            box.put(Delta(1, 0, part, 1))
+        box.put(Delta(1, 0, text, 2, finish="stop", stop_reason=text, usage=USAGE))
+        await task
+
+    asyncio.run(run())
+    lines = [line for line in one.sent.decode().splitlines() if line]
+    *pieces, last, done = [line.removeprefix("data: ") for line in lines]
+    assert done == "[DONE]"
+    deltas = [json.loads(piece)["choices"][0] for piece in (*pieces, last)]
+    assert "".join(one["delta"]["content"] for one in deltas) == text * 3
+    assert deltas[-1]["stop_reason"] == text
 
 
 class Connection:

@@ -6,6 +6,7 @@ but the model is the product: pipe, mailboxes, signals, the death of either proc
 
 import base64
 import contextlib
+import gzip
 import json
 import os
 import re
@@ -252,6 +253,14 @@ def test_bodies_that_are_not_taken(server):
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
         status, told, _ = server.post(CHAT, MESSAGES, {"content-type": kind})
         assert (status, told["error"]["code"]) == (415, "unsupported_media_type")
+    for coding in ("gzip", "br, gzip", "GZIP"):  # issue 45, item 14
+        headers = {"content-type": "application/json", "content-encoding": coding}
+        status, told, answered = server.post(CHAT, gzip.compress(b"{}"), headers)
+        assert (status, told["error"]["code"]) == (415, "unsupported_media_type")
+        assert coding in told["error"]["message"]
+        assert answered["accept-encoding"] == "identity"
+    headers["content-encoding"] = "identity"
+    assert server.post(CHAT, {**MESSAGES, "max_tokens": 4}, headers)[0] == 200
     large = b'{"prompt": "' + b"x" * (4 << 20) + b'"}'
     status, told, _ = server.post(TEXT, large)
     assert (status, told["error"]["code"]) == (413, "request_too_large")

@@ -269,3 +269,74 @@ def test_what_the_text_must_be_is_refused_by_its_field(fields, param):
     with pytest.raises(Refusal) as raised:
         wire.constraint(chat(**fields))
     assert raised.value.param == param
+
+
+HINT = {"cache_control": {"type": "ephemeral"}}
+TURNS = {
+    "cache_hint": {**USER, **HINT},
+    "cache_hint_on_a_part": {**USER, "content": [{"type": "text", "text": "hi", **HINT}]},
+    "id": {**USER, "id": "m1"},
+    "echoed": {**USER, "annotations": [{"a": 1}], "refusal": "", "reasoning": "", "audio": None},
+    "item": {**USER, "type": "message", "status": "completed", "id": "msg_1"},
+    "part_of_an_answer": {
+        "role": "user",
+        "content": [{"type": "output_text", "text": "hi", "annotations": [], "logprobs": []}],
+    },
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_item_14_harmless_fields_of_messages_pass(name):
+    for turns in ([TURNS[name]], [USER, {**TURNS[name], "role": "assistant"}, USER]):
+        found = chat(messages=turns)
+        assert [wire.text_of(turn.content) for turn in found.messages] == ["hi"] * len(turns)
+        body = msgspec.json.encode({"messages": turns})
+        assert wire.read(body, wire.Tokenize).messages == found.messages
+
+
+def test_item_14_turns_may_be_empty():
+    empty = {"role": "assistant"}
+    for turn in (
+        *(empty, {**empty, "content": None}, {**empty, "content": ""}, {**empty, "content": []}),
+        *({**USER, "content": ""}, {**USER, "content": None}, {**USER, "content": []}),
+    ):
+        assert wire.text_of(chat(messages=[turn, USER]).messages[0].content) == ""
+
+
+def test_item_14_fields_of_other_servers_pass():
+    assert chat(cache_salt="x", **HINT) == chat()
+    fields = {"add_generation_prompt": True, "continue_final_message": False, "tools": None}
+    fields |= {"return_token_strs": False, "chat_template": None, "mm_processor_kwargs": None}
+    for start in ({"messages": [USER], "add_special_tokens": False}, {"prompt": "a"}):
+        assert wire.read(msgspec.json.encode(start | fields), wire.Tokenize)
+    refused = {"messages": [USER], "add_generation_prompt": False}
+    with pytest.raises(Refusal, match="add_generation_prompt=false"):
+        wire.read(msgspec.json.encode(refused), wire.Tokenize)
+
+
+NUMBERS = {"2**64": b"18446744073709551616", "-2**63-1": b"-9223372036854775809"}
+NUMBERS |= {f"1e{n}": b"1" + b"0" * n for n in (30, 4000, 5000)}
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_item_3_integers_over_64_bits_are_refused_wherever_they_are(number):
+    schema = {"type": "object", "properties": {"a": {"minItems": "N"}}}
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    bodies = {
+        "seed": {"seed": "N"},
+        "logit_bias.5": {"logit_bias": {"5": "N"}},
+        "metadata.a[1].b": {"metadata": {"a": [0, {"b": "N"}]}},
+        "response_format.json_schema.schema.properties.a.minItems": {"response_format": form},
+        "chat_template_kwargs.a": {"chat_template_kwargs": {"a": "N"}},
+    }
+    for param, fields in bodies.items():
+        body = msgspec.json.encode({"messages": [USER], **fields})
+        with pytest.raises(Refusal) as raised:
+            wire.read(body.replace(b'"N"', NUMBERS[number]), wire.Chat)
+        assert raised.value.status == 400
+        assert raised.value.param in (param, None)
+    for kept in (2**64 - 1, -(2**63)):
+        assert chat(seed=kept).seed == kept
+    text = msgspec.json.encode(schema).replace(b'"N"', NUMBERS[number]).decode()
+    with pytest.raises(Refusal):
+        wire.constraint(chat(structured_outputs={"json": text}))
