@@ -8,19 +8,26 @@ from dllm_jax.serve.exchange import Call, Json
 from dllm_jax.serve.pipe import Facts
 from dllm_jax.serve.refusals import Refusal
 from dllm_jax.serve.service import Service
-from dllm_jax.serve.text import TextSide
+from dllm_jax.serve.text import MOST_CHARS, TextSide
 
 
 async def decide(service: Service, call: Call) -> Any:
     """`/v1/decisions`."""
     service.check_state()
-    body = wire.read(await call.body(), wire.Decisions)
+    body = await service.read(call, wire.Decisions)
     facts, text = service.ready()
     service.check_model(body.model)
     questions = [_question(one) for one in body.questions]
     context = _context(body.input)
     size = sum(len(option) for one in questions for option in (one.instructions, *one.options))
     size += len(context) * (1 if body.joint else len(questions))
+    if size > MOST_CHARS:
+        raise Refusal(
+            f"input and questions have {size} characters in all, {MOST_CHARS} are the most: ask "
+            "fewer questions, or with joint: true",
+            param="input",
+            code="context_length_exceeded",
+        )
     texts = await text.run(size, _reads, text, facts, context, questions, bool(body.joint))
     for one in texts:
         if len(one.ids) > facts.max_model_len:

@@ -84,6 +84,7 @@ class Call:
 
     Attributes:
         headers: The last of each name, which is in lower case.
+        size: Bytes of the body, once it has been read.
     """
 
     def __init__(self, scope: Any, receive: Any, limits: Limits):
@@ -91,7 +92,7 @@ class Call:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.id = request_id(self.header(b"x-request-id"))
         self.started_s = time.monotonic()
-        self.status = 0
+        self.status = self.size = 0
         self.is_started = self.is_gone = False
         self.prompt_tokens: int | None = None
         self.usages: Sequence[Usage] = ()
@@ -113,7 +114,10 @@ class Call:
         kind, length = self.header(b"content-type"), self.header(b"content-length")
         check_body(kind, self.header(b"content-encoding"), length, most)
         body = self.scope.get("dllm.body")
-        return body if body and len(body) <= most else await read_body(self._receive, most)
+        if not body or len(body) > most:
+            body = await read_body(self._receive, most)
+        self.size = len(body)
+        return body
 
 
 class Endpoint:

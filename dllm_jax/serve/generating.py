@@ -20,7 +20,7 @@ COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 async def completions(service: Service, call: Call) -> Any:
     """`/v1/completions`."""
     service.check_state()
-    body = wire.read(await call.body(), wire.Completion)
+    body = await service.read(call, wire.Completion)
     facts, text = service.ready()
     service.check_model(body.model)
     suffix = None
@@ -44,7 +44,8 @@ async def completions(service: Service, call: Call) -> Any:
             ids = await text.run(len(one), text.ids, one, True, param)
         elif isinstance(one, list):
             ids = one
-            text.check_ids(ids, param)
+            if len(ids) < facts.max_model_len:  # else refused below
+                text.check_ids(ids, param)
         else:
             raise Refusal(
                 f"{param}={shown(one)} stands beside texts or lists; give all as lists of ids",
@@ -58,11 +59,10 @@ async def completions(service: Service, call: Call) -> Any:
 async def chat(service: Service, call: Call) -> Any:
     """`/v1/chat/completions`."""
     service.check_state()
-    body = wire.read(await call.body(), wire.Chat)
+    body = await service.read(call, wire.Chat)
     facts, text = service.ready()
     service.check_model(body.model)
-    size = sum(len(wire.text_of(turn.content)) for turn in body.messages)
-    ids = await text.run(size, chat_ids, text, body.messages, body.chat_template_kwargs)
+    ids = await text.run(call.size, chat_ids, text, body.messages, body.chat_template_kwargs)
     if (
         body.max_tokens is not None
         and body.max_completion_tokens is not None
@@ -79,10 +79,13 @@ async def chat(service: Service, call: Call) -> Any:
 
 
 def chat_ids(
-    text: TextSide, turns: list[wire.Turn], template_fields: dict[str, Any] | None
+    text: TextSide,
+    turns: list[wire.Turn],
+    template_fields: dict[str, Any] | None,
+    least: int = 0,
 ) -> list[int]:
-    """Token ids of a conversation."""
-    return text.ids(text.render(turns, template_fields), False, "messages")
+    """Token ids of a conversation; `least` as in `TextSide.ids`."""
+    return text.ids(text.render(turns, template_fields), False, "messages", least)
 
 
 async def _generate(

@@ -8,7 +8,9 @@ from dllm_jax.serve.exchange import Call, Json
 from dllm_jax.serve.generating import chat_ids
 from dllm_jax.serve.refusals import Refusal
 from dllm_jax.serve.service import Service
+from dllm_jax.serve.text import MOST_CHARS
 
+MOST_IDS = 1 << 16  # that /detokenize takes of a text which no context holds
 _CREATED = int(time.time())
 
 
@@ -53,7 +55,7 @@ def _entry(service: Service) -> dict[str, Any]:
 async def tokenize(service: Service, call: Call) -> Any:
     """`/tokenize`."""
     service.check_state()
-    body = wire.read(await call.body(), wire.Tokenize)
+    body = await service.read(call, wire.Tokenize)
     facts, text = service.ready()
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -66,12 +68,11 @@ async def tokenize(service: Service, call: Call) -> Any:
         )
     if body.prompt is not None:
         special = body.add_special_tokens is not False
-        ids = await text.run(len(body.prompt), text.ids, body.prompt, special, "prompt")
+        work, given = text.ids, (body.prompt, special, "prompt", MOST_CHARS)
     else:
-        turns = body.messages or []
-        size = sum(len(wire.text_of(turn.content)) for turn in turns)
-        template_fields = body.chat_template_kwargs
-        ids = await text.run(size, chat_ids, text, turns, template_fields)
+        work = chat_ids
+        given = text, body.messages or [], body.chat_template_kwargs, MOST_CHARS
+    ids = await text.run(call.size, work, *given)
     names = None
     if body.return_token_strs:
         names = await text.run(len(ids), text.token_strings, ids)
@@ -82,9 +83,16 @@ async def tokenize(service: Service, call: Call) -> Any:
 async def detokenize(service: Service, call: Call) -> Any:
     """`/detokenize`."""
     service.check_state()
-    body = wire.read(await call.body(), wire.Detokenize)
-    _, text = service.ready()
+    body = await service.read(call, wire.Detokenize)
+    facts, text = service.ready()
     service.check_model(body.model)
+    most = max(facts.max_model_len, MOST_IDS)
+    if len(body.tokens) > most:
+        raise Refusal(
+            f"{len(body.tokens)} tokens are more than {most}, which are taken at once; send parts",
+            param="tokens",
+            code="context_length_exceeded",
+        )
     return Json({"prompt": await text.run(len(body.tokens), text.text, body.tokens)})
 
 

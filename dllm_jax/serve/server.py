@@ -27,6 +27,7 @@ from dllm_jax.serve.service import Config, Service
 
 DONE, FAILED, BAD_USAGE, SIGNALLED = 0, 1, 2, 128
 FLUSH_SECONDS = 1.0  # for error events and a last /health to get out
+SWITCH_S = 5e-4  # until the event loop may run beside a thread that reads a large body
 _POLL_S = 0.05
 
 
@@ -58,6 +59,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def run(config: Config, sock: socket.socket) -> int:
     """Serve on a bound socket; the exit status."""
+    sys.setswitchinterval(SWITCH_S)
     return uvloop.run(_run(config, sock))
 
 
@@ -95,6 +97,7 @@ async def _run(config: Config, sock: socket.socket) -> int:
         await serving
         sweeping.cancel()
         await engine.close()
+        service.close()
         service.log.flush()
     return status
 

@@ -1,14 +1,20 @@
 """A server's settings and what its handlers share."""
 
+import asyncio
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
+from dllm_jax.serve import wire
 from dllm_jax.serve.client import EngineClient
+from dllm_jax.serve.exchange import Call
 from dllm_jax.serve.limits import Admission, Limits
 from dllm_jax.serve.logs import Log
 from dllm_jax.serve.metrics import Metrics
 from dllm_jax.serve.pipe import Facts, Launch
 from dllm_jax.serve.refusals import Refusal, shown
 from dllm_jax.serve.text import TextSide
+
+INLINE_BYTES = 64 << 10  # smaller bodies cost less than a change of threads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +61,24 @@ class Service:
         self.metrics = Metrics(config.model, config.version, config.vllm_metrics)
         self.engine = EngineClient(config.launch, config.restart_engine, self.metrics.update)
         self.admission = Admission(config.limits)
+        # One: several would hold the interpreter in turn, and the event loop would wait for all.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="read")
+
+    async def read(self, call: Call, kind: type[wire.Body]) -> wire.Body:
+        """The body of a request; a large one is read in a thread, for it may hold a million values.
+
+        Raises:
+            Refusal: As `Call.body` and `wire.read`.
+        """
+        data = await call.body()
+        if len(data) <= INLINE_BYTES:
+            return wire.read(data, kind)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._reader, wire.read, data, kind)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
 
     def check_state(self) -> None:
         """Refuse what only a ready engine answers."""

@@ -1,21 +1,28 @@
 """The text side of a model without JAX: its tokenizer and its chat template.
 
-Long texts are read in two threads. A transformers tokenizer releases the GIL while it encodes (it
-calls `encode_batch`); `encode` of a `tokenizers.Tokenizer` does not, so nothing here calls that.
+Longer texts are read in two threads, and texts of many KiB in one of their own, so that they keep
+nobody waiting. A transformers tokenizer releases the GIL while it encodes (it calls
+`encode_batch`); `encode` of a `tokenizers.Tokenizer` does not, so nothing here calls that.
 """
 
 import asyncio
+import contextlib
+import ctypes
 import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from dllm_jax.loading.longest_token import longest_token, num_characters
 from dllm_jax.serve.pipe import Facts
 from dllm_jax.serve.refusals import Refusal, shown
 from dllm_jax.serve.wire import Turn, text_of
 
 INLINE_CHARS = 1024  # shorter texts cost less than a change of threads
+SHORT_CHARS = 64 << 10  # longer texts wait for each other alone
+MOST_LONG = 16  # of them that wait
+MOST_CHARS = 1 << 20  # that /tokenize takes of a text which no context holds
 Result = TypeVar("Result")
 
 
@@ -42,7 +49,14 @@ class TextSide:
             mask = facts.mask_token_id if facts.mask_token_id >= 0 else None
             self.tokenizer = read_tokenizer(Path(facts.tokenizer_folder), mask)
         self.chats = self.chat_template is not None
+        # So many characters, white space aside, are certain to be too long.
+        self._most_chars: int | None = None
+        if self.tokenizer is not None and (longest := longest_token(self.tokenizer)):
+            self._most_chars = longest * facts.max_model_len
+        self._max_model_len = facts.max_model_len
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
+        self._waiting: set[Future[Any]] = set()  # in it
 
     @functools.cached_property
     def chat_template(self) -> str | None:
@@ -56,20 +70,57 @@ class TextSide:
         return None if template is None else template.text
 
     async def run(self, size: int, work: Callable[..., Result], *args: Any) -> Result:
-        """`work(*args)`, in a thread where the text is long."""
-        if size <= INLINE_CHARS:
-            return work(*args)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
-
-    def ids(self, text: str, special: bool, param: str) -> list[int]:
-        """Token ids of a text.
+        """`work(*args)`, in a thread where the text is long.
 
         Raises:
-            Refusal: The model has no tokenizer.
+            Refusal: Too many long texts wait.
+        """
+        if size <= INLINE_CHARS:
+            return work(*args)
+        if size <= SHORT_CHARS:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, work, *args)
+        if len(self._waiting) >= MOST_LONG:
+            raise Refusal(
+                f"{MOST_LONG} long texts wait to be tokenized, the most that may; try again later",
+                code="queue_full",
+                status=429,
+                headers={"retry-after": "5"},
+            )
+        job = self._long.submit(_and_give_back, work, *args)
+        self._waiting.add(job)
+        job.add_done_callback(self._waiting.discard)
+        return await asyncio.wrap_future(job)
+
+    def check_length(self, text: str, param: str, least: int = 0) -> None:
+        """Refuse a text that has certainly more tokens than the context takes.
+
+        Args:
+            least: Characters that are taken anyway; 0: as many as may fit.
+        """
+        most = max(self._most_chars or (0 if least else len(text)), least)
+        if len(text) > most and (found := num_characters(text)) > most:
+            raise Refusal(
+                f"{param} has {found} characters; the context takes {self._max_model_len} tokens, "
+                f"and {most} characters are the most: shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def ids(self, text: str, special: bool, param: str, least: int = 0) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            least: Characters that are taken, however few tokens the context takes.
+
+        Raises:
+            Refusal: The model has no tokenizer, or the text is certainly too long.
         """
         from dllm_jax.loading.tokenizer import encode
 
-        return encode(self._reader(param), text, special)
+        reader = self._reader(param)
+        self.check_length(text, param, least)
+        return encode(reader, text, special)
 
     def text(self, ids: list[int]) -> str:
         """The text of token ids, special ones by name.
@@ -131,7 +182,8 @@ class TextSide:
 
     def close(self) -> None:
         """End the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._long):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _reader(self, param: str) -> Any:
         if self.tokenizer is None:
@@ -140,3 +192,12 @@ class TextSide:
                 param=param,
             )
         return self.tokenizer
+
+
+def _and_give_back(work: Callable[..., Result], *args: Any) -> Result:
+    """`work(*args)`; what it freed goes back to the system, which the C library would keep."""
+    try:
+        return work(*args)
+    finally:
+        with contextlib.suppress(AttributeError, OSError):  # another C library than GNU's
+            ctypes.CDLL(None).malloc_trim(0)

@@ -6,7 +6,6 @@ document is made of the same Structs.
 """
 
 import difflib
-import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -16,11 +15,14 @@ from dllm_jax.serve.refusals import Refusal, not_json, not_valid, shown
 
 MAX_INT = 2**31 - 1  # counts on the device
 MAX_STOPS, MAX_STOP_CHARS = 16, 256
+MAX_TURNS = 4096
+MAX_IDS = 1 << 20
+MAX_CONTAINERS = 1 << 16  # lists and objects of a body: the garbage collector visits each
 
 Count = Annotated[int, Meta(ge=1, le=MAX_INT)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
-TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
+TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_IDS)]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -83,7 +85,7 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
 class Completion(Sampling, forbid_unknown_fields=True, kw_only=True):
     """`POST /v1/completions`."""
 
-    prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
+    prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1, max_length=MAX_IDS)]
     suffix: str | None = None
 
 
@@ -124,7 +126,7 @@ class Tokenize(Struct, forbid_unknown_fields=True):
 class Detokenize(Struct, forbid_unknown_fields=True):
     """`POST /detokenize`."""
 
-    tokens: Annotated[list[TokenId], Meta(max_length=1 << 20)]
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_IDS)]
     model: str | None = None
 
 
@@ -305,12 +307,28 @@ def read_json(data: bytes) -> Any:
         raise not_json(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise not_json(error) from None
-    if _MANY_DIGITS.search(data):
+    if _MANY_DIGITS in data.translate(_AS_ZEROS):
         _check_integers(content)
     return content
 
 
-_MANY_DIGITS = re.compile(rb"\d{19}")  # as an integer of more than 64 bits has
+_AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
+_MANY_DIGITS = b"0" * 19  # as an integer of more than 64 bits has
+
+
+def _check_containers(data: bytes) -> None:
+    """Refuse a body of very many lists and objects before they are made."""
+    if data.count(b"[") + data.count(b"{") <= MAX_CONTAINERS:
+        return
+    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    outside = b"".join(plain.split(b'"')[::2])
+    found = outside.count(b"[") + outside.count(b"{")
+    if found > MAX_CONTAINERS:
+        raise Refusal(
+            f"the body has {found} lists and objects; at most {MAX_CONTAINERS} are taken: send "
+            "less at once",
+            code="invalid_json",
+        )
 
 
 def _check_integers(content: Any) -> None:
@@ -340,12 +358,19 @@ def read(data: bytes, kind: type[Body]) -> Body:
     Raises:
         Refusal: It is no JSON, asks for what is not supported, or has a wrong type.
     """
+    _check_containers(data)
     fields = read_json(data)
     if not isinstance(fields, dict):
         raise Refusal("the body is no JSON object; send one object", code="invalid_json")
     kept = _kept(fields, kind, NEUTRAL, "", special=issubclass(kind, Chat))
     for name in ("messages", "input"):
         if isinstance(kept.get(name), list):
+            if len(kept[name]) > MAX_TURNS:
+                raise Refusal(
+                    f"{name} has {len(kept[name])} messages; at most {MAX_TURNS} are taken: join "
+                    "or leave out older ones",
+                    param=name,
+                )
             kept[name] = [_turn(turn, f"{name}[{i}]") for i, turn in enumerate(kept[name])]
     try:
         return msgspec.convert(kept, kind, strict=True)

@@ -13,13 +13,23 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 import dllm_jax as dj
 from dllm_jax.cli import main
 from dllm_jax.convert.tokenizer_files import read_facts
 from dllm_jax.engine.detokenize import TextStream
 from dllm_jax.loading import chat
+from dllm_jax.loading.longest_token import longest_token, num_characters
 from dllm_jax.loading.tokenizer import encode, read_tokenizer
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.family_table import FAMILIES
@@ -794,3 +804,56 @@ def test_the_command_tells_of_the_template_and_switches_thinking(
     assert "does not read enable_thinking" in capsys.readouterr().err
     assert main(["chat", "--model", str(talker), "--chat-template", "nowhere.jinja"]) == 1
     assert "chat template 'nowhere.jinja' cannot be read" in capsys.readouterr().err
+
+
+LOSSY = {
+    "a normalizer drops": lambda one: setattr(one, "normalizer", normalizers.StripAccents()),
+    "a pattern melts": lambda one: setattr(
+        one, "normalizer", normalizers.Replace(Regex("a+"), "a")
+    ),
+    "a string melts": lambda one: setattr(one, "normalizer", normalizers.Replace("aa", "a")),
+    "a split drops": lambda one: setattr(
+        one, "pre_tokenizer", pre_tokenizers.Split("a", "removed")
+    ),
+    "a text is cut": lambda one: one.enable_truncation(4),
+    "bytes are unknown": lambda one: setattr(one, "model", models.BPE({"a": 0}, [])),
+    "words are unknown": lambda one: setattr(one, "model", models.WordLevel({"a": 0}, "a")),
+}
+
+
+def bounded(kind):
+    """A tokenizer whose tokens stand for a bounded text."""
+    if kind == "bytes":
+        one = Tokenizer(models.BPE(VOCAB, MERGES))
+        one.pre_tokenizer = pre_tokenizers.ByteLevel()
+        one.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    else:
+        names = [*(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "▁a", "aa"]
+        vocab = {name: i for i, name in enumerate(names)}
+        one = Tokenizer(models.BPE(vocab, [("▁", "a"), ("a", "a")], byte_fallback=True))
+        one.normalizer = normalizers.Replace(" ", "▁")
+        one.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits()])
+    one.add_tokens([AddedToken("<m>", lstrip=True, rstrip=True, normalized=False)])
+    return one
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+def test_item_2_no_token_stands_for_more_than_the_longest(kind):
+    backend = bounded(kind)
+    longest = longest_token(SimpleNamespace(backend_tokenizer=backend))
+    assert 4 <= longest <= 50
+
+    @settings(max_examples=200, deadline=None, database=None)
+    @given(st.text(max_size=60) | st.text("a \n\u0345\u0301\u03c9<m>hello w", max_size=300))
+    def run(text):
+        ids = backend.encode(text).ids
+        assert len(ids) * longest >= num_characters(text)
+
+    run()
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_item_2_nothing_is_known_of_tokenizers_that_drop_text(name):
+    backend = bounded("bytes")
+    LOSSY[name](backend)
+    assert longest_token(SimpleNamespace(backend_tokenizer=backend)) is None

@@ -6,7 +6,10 @@ answers the next request.
 
 import json
 import socket
+import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -76,6 +79,59 @@ def test_hostile_bodies_are_refused(server, name):
     assert {"message", "type", "param", "code"} == reported["error"].keys()
     assert len(json.dumps(reported)) <= 1024
     assert server.get("/live")[0] == 200
+
+
+MANY = {
+    "ids_to_decode": ("/detokenize", b'{"tokens":[1' + b",1" * 999_999 + b"]}"),
+    "ids": (TEXT, b'{"prompt":[1' + b",1" * 2_000_000 + b"]}"),
+    "lists": (TEXT, b'{"prompt":[[1]' + b",[1]" * 1_000_000 + b"]}"),
+    "messages": (
+        CHAT,
+        b'{"messages":[{"role":"user","content":""}'
+        + b',{"role":"user","content":""}' * 89_999
+        + b"]}",
+    ),
+    "messages_of_a_context": (
+        CHAT,
+        b'{"messages":[{"role":"user","content":"a"}'
+        + b',{"role":"user","content":"a"}' * 5000
+        + b"]}",
+    ),
+    "text": (TEXT, b'{"prompt":"' + b"a" * 4_000_000 + b'"}'),
+    "words": ("/tokenize", b'{"prompt":"' + b"a b " * 1_000_000 + b'"}'),
+    "conversation": (CHAT, b'{"messages":[{"role":"user","content":"' + b"a" * 4_000_000 + b'"}]}'),
+    "question": (
+        DECIDE,
+        b'{"questions":[{"type":"predicate","instructions":"x"}],"input":"'
+        + b"a" * 4_000_000
+        + b'"}',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_item_2_bodies_of_millions_are_refused_and_hold_nobody_up(server, name):
+    path, body = MANY[name]
+    small = {"prompt": "Ben earns 5 dollars. " * 60}  # more than is tokenized at once
+    with ThreadPoolExecutor(2) as pool:
+        hostile = [pool.submit(server.request, "POST", path, body, JSON) for _ in range(2)]
+        with server.open(TEXT, {"prompt": "a", "max_tokens": 4000, "stream": True}) as stream:
+            last, gap = time.monotonic(), 0.0
+            while not all(one.done() for one in hostile):
+                assert stream.recv(65536)
+                now = time.monotonic()
+                last, gap = now, max(gap, now - last)
+                assert server.post("/tokenize", small)[0] == 200
+        for one in hostile:
+            status, reported, _ = one.result()
+            assert status == 400
+            assert reported["error"]["code"] in CODES
+    assert gap < 2.5  # alone 0.02 s, 0.5 s on a machine that has five times as much to do
+    memory = Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]
+    assert int(memory) * 4 // 1024 < 400
+
+
+CODES = ("context_length_exceeded", "invalid_json", "invalid_value")
 
 
 def test_headers_are_not_injected(server):
