@@ -61,13 +61,13 @@ def first_id(limit: int, candidates: Iterable[Any]) -> int:
 
 
 def stop_ids(
-    stated: Iterable[Any], usual: Iterable[int], vocab: int, limit: int, notes: list[str]
+    stated: Iterable[Any], usual: Iterable[int], vocab: int, notes: list[str]
 ) -> tuple[int, ...]:
     """The ids that the files state and the family's own, ascending.
 
     Args:
         stated: Each file's `eos_token_id`: an id, a list of ids or None.
-        usual: The family's ids; those at or past `limit` belong to another vocabulary.
+        usual: Those of the family's ids that belong to this vocabulary.
         vocab: Rows of the embedding; a stated value outside them is noted and left out.
     """
     items = [item for value in stated for item in _listed(value)]
@@ -77,7 +77,7 @@ def stop_ids(
     said = {i for item in items for i in ids(item)}
     for token in sorted(i for i in said if not 0 <= i < vocab):
         notes.append(f"eos_token_id={token} lies outside the vocabulary of {vocab}; ignored")
-    return tuple(sorted({i for i in said if 0 <= i < vocab} | {i for i in usual if i < limit}))
+    return tuple(sorted({i for i in said if 0 <= i < vocab} | set(usual)))
 
 
 def mask_id(

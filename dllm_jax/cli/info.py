@@ -272,7 +272,7 @@ def _families() -> dict[str, str]:
                 *([] if row.top_p is None else [f"top-p {row.top_p:g}"]),
                 f"trained {row.attention}{', shifted' if row.shift else ''}",
                 *([] if row.mask_token_id is None else [f"mask {row.mask_token_id}"]),
-                f"stops {' '.join(map(str, row.stop_token_ids))}",
+                f"stops {' '.join(map(str, dict(row.stop_tokens)))}",
                 *([f"or {' or '.join(row.alternatives)}"] if row.alternatives else []),
                 f"class {row.architecture}",
             )

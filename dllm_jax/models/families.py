@@ -239,7 +239,29 @@ def _tokens(
     stated = config.get("vocab_size")
     limit = min(rows, facts.num_tokens or rows, stated if isinstance(stated, int) else rows)
     ends = (generation.get("eos_token_id"), config.get("eos_token_id"), facts.eos_token_id)
-    stops = stop_ids(ends, family.stop_token_ids, rows, limit, notes)
+    usual_ends = dict(family.stop_tokens)
+    stated_ends = {i for value in ends for i in ids(value)}
+
+    def is_own(token: int | None, *texts: str) -> bool:
+        """Whether an id of the family means the same in this checkpoint's vocabulary."""
+        if token is None:
+            return False
+        if facts.vocabulary:
+            return any(facts.vocabulary.get(text) == token for text in texts)
+        return token < limit and not stated_ends.isdisjoint(usual_ends)
+
+    own = {i for i, text in family.stop_tokens if is_own(i, text)}
+    stops = stop_ids(ends, own, rows, notes)
+    foreign = [i for i in usual_ends if i < limit and i not in own | {*stops}]
+    if foreign and (facts.vocabulary or stated_ends):
+        notes.append(
+            f"the {family.name} family's stop ids {', '.join(map(str, foreign))} are not used: "
+            + (
+                "the tokenizer has other tokens there"
+                if facts.vocabulary
+                else "nothing says that this is the family's vocabulary"
+            )
+        )
     pads = (config.get("pad_token_id"), generation.get("pad_token_id"), facts.pad_token_id)
     mask = -1
     if family.mask_tokens and rows:
@@ -247,7 +269,7 @@ def _tokens(
         sources = {
             "config.json": config.get("mask_token_id"),
             "the tokenizer": facts.mask_id(*family.mask_tokens),
-            f"the {family.name} family": usual if usual is not None and usual < rows else None,
+            f"the {family.name} family": usual if is_own(usual, *family.mask_tokens) else None,
         }
         said = {i for value in pads for i in ids(value)}
         mask = mask_id(sources, rows, {*stops, *said}, problems, notes)

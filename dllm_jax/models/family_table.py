@@ -116,6 +116,8 @@ class Family(Decoding):
         mask_tokens: Texts of the mask in the vocabulary; empty for a model without a mask token.
         is_marked: The class is also another model's: only one with a mask token in its files is of
             this family.
+        stop_tokens: Ids that end a text, with their texts. Like the mask's, an id counts only in
+            the family's own vocabulary: checkpoints of the same architecture have others.
         edits: Entries of the config with ids that are edits and no text, named as the fields of
             `FamilyDefaults`.
         unread: Entries with ids that stand for images or sounds, which no prompt may hold.
@@ -132,7 +134,7 @@ class Family(Decoding):
     mask_token_id: int | None
     mask_tokens: tuple[str, ...] = ()
     is_marked: bool = False
-    stop_token_ids: tuple[int, ...]
+    stop_tokens: tuple[tuple[int, str], ...]
     pad_token_id: int | None = None
     edits: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
@@ -178,9 +180,8 @@ DREAMON = (
 
 _QWEN2 = Layers(qkv_bias=True)
 _QWEN3 = Layers(qk_norm=True)
-_QWEN_ENDS = (151643, 151645)  # <|endoftext|>, <|im_end|>
-_LLADA_ENDS = (126081, 126348)  # <|endoftext|>, <|eot_id|>
-_LLADA2_ENDS = (156892, 156900)  # <|endoftext|>, <|role_end|>
+_QWEN_ENDS = ((151643, "<|endoftext|>"), (151645, "<|im_end|>"))
+_LLADA2_ENDS = ((156892, "<|endoftext|>"), (156900, "<|role_end|>"))
 
 # As LLaDA's authors decode, and those who train as they did: the surest token of 32 each forward; a
 # threshold of 1 takes nothing beside it (Fast-dLLM's is 0.9).
@@ -226,7 +227,7 @@ FAMILIES = (
         **_AS_LLADA,
         mask_token_id=126336,
         mask_tokens=("<|mdm_mask|>",),
-        stop_token_ids=_LLADA_ENDS,
+        stop_tokens=((126081, "<|endoftext|>"), (126348, "<|eot_id|>")),
         pad_token_id=126081,
     ),
     # Dream-org/Dream-v0-Base-7B, -Instruct-7B; apple/DiffuCoder-7B-*, which its config does not
@@ -247,7 +248,7 @@ FAMILIES = (
         top_p=0.95,
         mask_token_id=151666,
         mask_tokens=("<|mask|>",),
-        stop_token_ids=_QWEN_ENDS,
+        stop_tokens=_QWEN_ENDS,
         pad_token_id=151643,
         trained_len=2048,
         hints=(
@@ -268,7 +269,7 @@ FAMILIES = (
         accept_threshold=0.9,
         mask_token_id=151669,
         mask_tokens=("<|MASK|>", "<MASK>"),
-        stop_token_ids=_QWEN_ENDS,
+        stop_tokens=_QWEN_ENDS,
         pad_token_id=151643,
     ),
     # ByteDance-Seed/Stable-DiffCoder-8B-Base, -Instruct; model_type is "llama"
@@ -281,7 +282,7 @@ FAMILIES = (
         block_size=4,
         mask_token_id=5,
         mask_tokens=("<[MASK_TOKEN]>",),
-        stop_token_ids=(2,),
+        stop_tokens=((2, "<[end▁of▁sentence]>"),),
         pad_token_id=1,
     ),
     # Efficient-Large-Model/Fast_dLLM_v2_1.5B, _7B. Their top_p of 0.95 does nothing at
@@ -298,7 +299,7 @@ FAMILIES = (
         accept_threshold=0.9,
         mask_token_id=151665,
         mask_tokens=("|<MASK>|",),
-        stop_token_ids=_QWEN_ENDS,
+        stop_tokens=_QWEN_ENDS,
         pad_token_id=151643,
     ),
     # JetLM/SDAR-*-Chat (a -b8 to -b64 in the name states the block), TraDo
@@ -313,7 +314,7 @@ FAMILIES = (
         block_size=4,
         mask_token_id=151669,
         mask_tokens=("<|MASK|>", "<MASK>"),
-        stop_token_ids=_QWEN_ENDS,
+        stop_tokens=_QWEN_ENDS,
         pad_token_id=151643,
         hints=(Hint(pattern=r"\buno\b", refusal=UNO),),
     ),
@@ -330,7 +331,7 @@ FAMILIES = (
         block_size=4,
         mask_token_id=151669,
         mask_tokens=("<|MASK|>", "<MASK>"),
-        stop_token_ids=_QWEN_ENDS,
+        stop_tokens=_QWEN_ENDS,
         pad_token_id=151643,
     ),
     # inclusionAI/LLaDA2.0-*, LLaDA2.1-*, LLaDA2.2-*; Zigeng/DMax-*; MBD-LLaDA2-*
@@ -346,7 +347,7 @@ FAMILIES = (
         alternatives=("edit", "dmax"),
         mask_token_id=156895,
         mask_tokens=("<|mask|>",),
-        stop_token_ids=_LLADA2_ENDS,
+        stop_tokens=_LLADA2_ENDS,
         pad_token_id=156892,
         edits=("delete_token_id", "split_token_id"),
         hints=(
@@ -369,7 +370,7 @@ FAMILIES = (
         buffer_size=2,
         temperature=1.0,
         mask_token_id=None,
-        stop_token_ids=(1, 50, 106),  # <eos>, <|tool_response>, <turn|>
+        stop_tokens=((1, "<eos>"), (50, "<|tool_response>"), (106, "<turn|>")),
         pad_token_id=0,
         unread=("image_token_id", "boi_token_id", "eoi_token_id", "video_token_id"),
     ),
@@ -384,7 +385,7 @@ FAMILIES = (
         strategy="ar",
         block_size=1,
         mask_token_id=None,
-        stop_token_ids=_QWEN_ENDS,
+        stop_tokens=_QWEN_ENDS,
         pad_token_id=151643,
     ),
     # Qwen/Qwen3-30B-A3B
@@ -399,7 +400,7 @@ FAMILIES = (
         strategy="ar",
         block_size=1,
         mask_token_id=None,
-        stop_token_ids=_QWEN_ENDS,
+        stop_tokens=_QWEN_ENDS,
         pad_token_id=151643,
     ),
     # meta-llama/Llama-3.1-8B-Instruct
@@ -412,7 +413,11 @@ FAMILIES = (
         strategy="ar",
         block_size=1,
         mask_token_id=None,
-        stop_token_ids=(128001, 128008, 128009),
+        stop_tokens=(
+            (128001, "<|end_of_text|>"),
+            (128008, "<|eom_id|>"),
+            (128009, "<|eot_id|>"),
+        ),
     ),
     # GSAI-ML/iLLaDA-8B-Base, -Instruct. Neither config nor tokenizer marks the mask.
     Family(
@@ -423,7 +428,7 @@ FAMILIES = (
         **_AS_LLADA,
         mask_token_id=5,
         mask_tokens=("<[MASK]>",),
-        stop_token_ids=(2,),
+        stop_tokens=((2, "<[end▁of▁sentence]>"),),
         pad_token_id=1,
     ),
     # inclusionAI/LLaDA-MoE-7B-A1B-Base, -Instruct; their model_type is LLaDA's
@@ -436,7 +441,7 @@ FAMILIES = (
         **_AS_LLADA,
         mask_token_id=156895,
         mask_tokens=("<|mask|>",),
-        stop_token_ids=_LLADA2_ENDS,
+        stop_tokens=_LLADA2_ENDS,
         pad_token_id=156892,
     ),
     # dllm-hub/Qwen3-0.6B-diffusion-{mdlm,bd3lm}-v0.1, divelab/Qwen3-*-a2d-init (untrained), OPDLM
@@ -447,7 +452,7 @@ FAMILIES = (
         layers=_QWEN3,
         **_A2D,
         mask_token_id=151669,
-        stop_token_ids=_QWEN_ENDS,
+        stop_tokens=_QWEN_ENDS,
         pad_token_id=151643,
     ),
     # dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-{mdlm,bd3lm}-v0.1
@@ -458,7 +463,7 @@ FAMILIES = (
         layers=_QWEN2,
         **_A2D,
         mask_token_id=151665,
-        stop_token_ids=_QWEN_ENDS,
+        stop_tokens=_QWEN_ENDS,
         pad_token_id=151643,
     ),
     Family(
@@ -467,7 +472,7 @@ FAMILIES = (
         model_types=("a2d-llama",),
         **_A2D,
         mask_token_id=None,
-        stop_token_ids=(),
+        stop_tokens=(),
     ),
     # fredzzp/open-dcoder-0.5B: a Qwen2 by its class. The card remasks too (P2), which is not here.
     Family(
@@ -485,7 +490,7 @@ FAMILIES = (
         mask_token_id=151665,
         mask_tokens=("[MASK]",),
         is_marked=True,
-        stop_token_ids=_QWEN_ENDS,
+        stop_tokens=_QWEN_ENDS,
         pad_token_id=151643,
     ),
 )
@@ -506,7 +511,7 @@ DRAFTS = (
         strategy="dflash",
         block_size=16,
         mask_token_id=None,  # of each draft's own training; the config states it
-        stop_token_ids=(),
+        stop_tokens=(),
     ),
 )
 

@@ -12,10 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dllm_jax.convert.config.fields import Fields
 from dllm_jax.convert.config.special_tokens import TokenizerFacts
 from dllm_jax.convert.tokenizer_files import read_facts
+from dllm_jax.models import families
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.families import ConfigError, config_json, parse_config
+from dllm_jax.models.family_table import FAMILIES
 from dllm_jax.models.published import PUBLISHED
 
 BASE = {
@@ -281,6 +284,33 @@ def test_the_familys_own_stop_ids_join_where_the_vocabulary_has_them():
     assert parsed.defaults.pad_token_id == 151643
 
 
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.stop_tokens], ids=lambda f: f.name)
+def test_b7_ids_of_a_family_count_in_its_own_vocabulary_alone(family):
+    """By the texts of the tokenizer; without one, by an end that the files state."""
+
+    def tokens(vocabulary=None, eos=7):
+        config = {"vocab_size": 200_000, "eos_token_id": eos}
+        notes, problems = [], []
+        facts = TokenizerFacts(vocabulary=vocabulary or {}, num_tokens=200_000)
+        found = families._tokens(Fields(config, problems, notes), family, 200_000, {}, facts)
+        assert bool(problems) == (found["mask_token_id"] < 0 and family.mask_token_id is not None)
+        return found, notes
+
+    usual, mask = dict(family.stop_tokens), family.mask_token_id
+    own = {text: i for i, text in usual.items()} | dict.fromkeys(family.mask_tokens, mask)
+    last = max(usual)
+    assert tokens(own)[0]["stop_token_ids"] == tuple(sorted({7, *usual}))
+    assert tokens(own)[0]["mask_token_id"] == (-1 if mask is None else mask)
+    assert tokens(eos=last)[0]["stop_token_ids"] == tuple(usual)
+    others = {f"word {i}": i for i in (*usual, mask) if i is not None}
+    for vocabulary in (others, None):
+        found, (note,) = tokens(vocabulary)
+        assert (found["stop_token_ids"], found["mask_token_id"]) == ((7,), -1)
+        assert f"stop ids {', '.join(map(str, usual))} are not used" in note
+    moved = dict.fromkeys(own, 9)  # the same texts elsewhere
+    assert tokens(moved)[0]["stop_token_ids"] == (7,)
+
+
 @pytest.mark.parametrize(
     ("config", "tokenizer", "vocab", "chosen", "note"),
     [
@@ -291,7 +321,7 @@ def test_the_familys_own_stop_ids_join_where_the_vocabulary_has_them():
         (157, 156, 160, 157, "config.json says 157, the tokenizer says 156; using 157 of config"),
         (150, 156, 160, 156, "config.json says 150, the tokenizer says 156; using 156 of the tok"),
         (149, 156, 160, 156, "config.json says 149, the tokenizer says 156; using 156 of the tok"),
-        (150, None, 151936, 151669, "using 151669 of the sdar family"),
+        (149, None, 151936, 151669, "using 151669 of the sdar family"),
         (157, None, 151936, 157, "the sdar family says 151669; using 157 of config.json"),
         (150, None, 160, 150, "mask token 150 of config.json is also a pad or end of text"),
     ],
@@ -300,6 +330,7 @@ def test_mask_id_is_resolved(config, tokenizer, vocab, chosen, note):
     parsed = parse(
         mask_token_id=config,
         vocab_size=vocab,
+        eos_token_id=151643 if vocab == 151936 else 150,
         pad_token_id=149,
         tokenizer=TokenizerFacts(mask_token_id=tokenizer),
     )

@@ -617,8 +617,8 @@ def test_a_mask_the_tokenizer_gives_no_role_is_found_by_its_text():
 
 
 def test_the_mask_of_a_config_that_is_its_pad_is_passed_over():
-    facts = TokenizerFacts(num_tokens=50, mask_token_id=45)  # which is the end of text
-    changes = {"mask_token_id": 151643, "pad_token_id": 151643, "eos_token_id": 45}
+    facts = TokenizerFacts(num_tokens=151670, mask_token_id=45)  # which is the end of text
+    changes = {"mask_token_id": 151643, "pad_token_id": 151643, "eos_token_id": [45, 151645]}
     parsed = noted(
         "sdar_moe",
         "using 151669 of the sdar_moe family",
@@ -631,7 +631,8 @@ def test_the_mask_of_a_config_that_is_its_pad_is_passed_over():
 
 def test_pads_come_from_the_files_then_the_table():
     assert parse("llada2", pad_token_id=3).defaults.pad_token_id == 3
-    wide = parse("llada2", pad_token_id=..., vocab_size=157184, mask_token_id=156895)
+    rows = {"vocab_size": 157184, "mask_token_id": 156895, "eos_token_id": 156892}
+    wide = parse("llada2", pad_token_id=..., **rows)
     assert wide.defaults.pad_token_id == 156892
     assert wide.defaults.stop_token_ids == (156892, 156900)
     assert parse("stable_diffcoder", pad_token_id=...).defaults.pad_token_id == 1  # its stop is 2
