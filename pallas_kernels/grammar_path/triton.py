@@ -124,9 +124,9 @@ def _score(of, out, sizes, *, floor, never, free, barrier):
 
     label, *_ = ranges = ends("label_from", L)
     top = maxima("label_rows", sizes["Y"], ranges, out["best"], cell * C, jnp.float32(never))
-    pltriton.store(
-        out["score"].at[cell * L + label], jnp.where(label == free, 0.0, top), mask=label < L
-    )
+    most = jnp.max(jnp.where(label < L, top, never), axis=0)
+    top = jnp.where(label == free, 0.0, jnp.where(top > never, top - most, never))
+    pltriton.store(out["score"].at[cell * L + label], top, mask=label < L)
 
 
 def best_path(

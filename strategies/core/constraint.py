@@ -258,16 +258,23 @@ _PATH_STREAM = 0x9A7  # of paths; tokens are drawn with the cell's key itself
 def _label_scores(
     grammar: Grammar, mass: Float[Array, "W C"], draw: Draw | None
 ) -> Float[Array, "W L"]:
-    """The best class of each label of one slot, or all its classes together."""
+    """The best class of each label of one slot, or all its classes together.
+
+    Greedy scores are relative to the best of the cell, so that a cell of the tail, which scores 0,
+    costs what the model's own choice does. A text that is the model's own then has the highest
+    score whenever the grammar allows it. A drawn path sums over texts: its tail has probability 1.
+    """
     nothing = jnp.full((len(mass), grammar.num_labels), NEVER)
     pairs = mass[:, grammar.pair_class]
     pairs = jnp.where((grammar.pair_label == NO_LABEL)[None], NEVER, pairs)
     best = nothing.at[:, grammar.pair_label].max(pairs)
+    score = best - jnp.max(best, axis=1, keepdims=True)
     if draw is not None:
         shares = jnp.exp(pairs - best[:, grammar.pair_label])
         total = best + jnp.log(jnp.zeros_like(nothing).at[:, grammar.pair_label].add(shares))
-        best = jnp.where(draw.tempered & (best > NEVER), total, best)
-    return best.at[:, NO_LABEL].set(NEVER).at[:, FREE].set(0.0)
+        score = jnp.where(draw.tempered, total, score)
+    score = jnp.where(best > NEVER, score, NEVER)
+    return score.at[:, NO_LABEL].set(NEVER).at[:, FREE].set(0.0)
 
 
 class Plan(struct.PyTreeNode):

@@ -20,6 +20,10 @@ MUTANTS = [
         no_room=(_LAST, "last = jnp.where(grammar.distance < UNREACHABLE, 0.0, NEVER)"),
         room_is_one_more=(_LAST, _LAST.replace("<= room", "<= room + 1")),
         tail_is_scored=(".at[:, FREE].set(0.0)", ".at[:, FREE].set(-1.0)"),
+        the_tail_costs_nothing=(
+            "score = best - jnp.max(best, axis=1, keepdims=True)",
+            "score = best",
+        ),
         what_is_forbidden_cannot_be=(_MASS, "mass = jnp.maximum(stats.mass, 10 * NEVER)"),
         cells_not_read_are_scored=("jnp.where(read[:, None], mass, 0.0)", "mass"),
         filled_cells_are_free=("return (kind == KNOWN) | (", "return (kind == HOLE) & ("),
@@ -43,8 +47,8 @@ MUTANTS = [
         paths_are_not_drawn=("noise = jnp.where(draw.tempered, drawn, noise)", "noise = noise"),
         paths_by_their_best_text=("free = jnp.where(draw.tempered, total, free)", "free = free"),
         edges_by_their_best_class=(
-            "best = jnp.where(draw.tempered & (best > NEVER), total, best)",
-            "best = best",
+            "score = jnp.where(draw.tempered, total, score)",
+            "score = jnp.where(draw.tempered, best, score)",
         ),
     ),
     *broken(

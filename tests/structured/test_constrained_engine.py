@@ -4,6 +4,7 @@ A request's text is its own: alone, in a batch, after preemption at each fetch, 
 other automata and with none. Those end as they do without a neighbour that has one.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -31,7 +32,7 @@ from tests.contract.engine import (
     wish,
 )
 from tests.contract.models import MASK, PADDED, VOCAB
-from tests.structured.toys import random_toy
+from tests.structured.toys import closed, random_toy
 
 STOP = 5
 # The script of `speculate` says its tokens itself; drafts that stay by chance are refused.
@@ -116,6 +117,35 @@ def test_neighbours_without_an_automaton_end_as_the_truth(name):
     outputs = run(engine, [*map(wish, free), _bound(name, TOYS[1], 2)])
     assert ends(outputs[:-1]) == [wanted(name, one) for one in free]
     assert outputs[-1].outputs[0].constraint_met
+
+
+def _anything():
+    """An automaton that takes every text."""
+    class_of = np.ones(VOCAB, np.int32)
+    class_of[STOP] = 2
+    return closed(class_of, np.array([[0, 0, 0], [0, 1, 0]], np.int32), np.array([False, True]), 1)
+
+
+# Toys that rewrite a stop id which they wrote: a grammar keeps what is behind it as no text.
+_REWRITE_STOPS = ("soft_parallel", "canvas")
+
+
+@pytest.mark.parametrize(
+    "name",
+    sweep(("multi_bd", "full_sequence"), [n for n in CASES if n not in _REWRITE_STOPS]),
+)
+def test_b11_a_grammar_that_forbids_nothing_changes_nothing(name):
+    """The models are toys, sure of nothing; some texts end before the limit.
+
+    A whole text at its limit ends with "stop" where it is held to a grammar.
+    """
+    free = [wish(one, stop_token_ids=(STOP,), temperature=0.0) for one in case(name).requests]
+    held = [dataclasses.replace(one, grammar=ready(_anything(), VOCAB)) for one in free]
+    texts = [
+        [(tokens, nfe) for tokens, _, nfe in ends(run(make_engine(name), some))]
+        for some in (held, free)
+    ]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize(("parts", "wide"), [(2, 3), (8, grammars.WIDE)])

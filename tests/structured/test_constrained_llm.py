@@ -83,8 +83,10 @@ def test_texts_match_and_are_whole_in_one_batch(llm, temperature, spare):
     assert alone.outputs[0].token_ids == outputs[2].outputs[0].token_ids
 
 
-def test_a_constraint_that_allows_everything_changes_nothing(trained):
-    chats = _chats(4)
+def test_b11_a_constraint_that_allows_everything_changes_nothing(trained):
+    """Also where the model is unsure, so that an early end costs it little."""
+    said = ("Tell me a story about a fox.", "What is the capital of France?", "def f(x):")
+    chats = _chats(1) + [[{"role": "user", "content": one}] for one in said]
     free = trained.chat(chats, dj.SamplingParams(max_tokens=64))
     held = trained.chat(chats, dj.SamplingParams(max_tokens=64, constraint=ANYTHING))
     for a, b in zip(free, held, strict=True):

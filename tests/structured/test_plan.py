@@ -8,7 +8,7 @@ import pytest
 from dllm_jax.runner import grammars
 from dllm_jax.strategies.core import constraint
 from dllm_jax.strategies.core.constraint import FLOOR, HOLE, KNOWN, NEVER, SKIP, View
-from tests.structured.toys import best_text, random_toy
+from tests.structured.toys import best_text, random_toy, relative
 
 SIZES = grammars.Sizes(8, 6, 40, 8, 60, 4, 16)
 IDS, CASES = 7, 64
@@ -75,7 +75,7 @@ def check_plans(module, seed):
     plan = _planned(module, cases)
     feasible = 0
     for i, (toy, logp, room, at, _, cells, is_read) in enumerate(cases):
-        score = np.where(is_read[:, None], np.maximum(logp, FLOOR), 0.0)
+        score = relative(toy, np.where(is_read[:, None], np.maximum(logp, FLOOR), 0.0))
         want = best_text(toy, at, room, cells, score)
         if want is None:
             assert plan.value[i] <= NEVER / 2

@@ -58,21 +58,27 @@ def random_toy(rng, num_ids=7, stop_id=6, never=(0,), states=4, classes=3) -> To
             return toy
 
 
-def best_text(toy: Toy, at: int, room: int, cells, logp):
+def relative(toy: Toy, score):
+    """Scores [cells, ids] less the best of each cell that some state takes."""
+    taken = [token for token, c in enumerate(toy.class_of) if c and toy.delta[: toy.end, c].any()]
+    return score - score[:, taken].max(axis=1, keepdims=True)
+
+
+def best_text(toy: Toy, at: int, room: int, cells, score):
     """The value of the best text, by trying all; None where there is none.
 
     Args:
         cells: "skip", "hole" or a token.
-        logp: By cell and id.
+        score: By cell and id.
     """
     asked = [i for i, cell in enumerate(cells) if cell != "skip"]
-    choices = [range(logp.shape[1]) if cells[i] == "hole" else [cells[i]] for i in asked]
+    choices = [range(score.shape[1]) if cells[i] == "hole" else [cells[i]] for i in asked]
     best = None
     for text in itertools.product(*choices):
         state, value = at, 0.0
         for i, token in zip(asked, text, strict=True):
             if cells[i] == "hole" and state != toy.end:
-                value += max(logp[i, token], -80.0)
+                value += score[i, token]
             state = toy.after(state, [token])
         if toy.distance[state] <= room and (best is None or value > best):
             best = value
