@@ -1,7 +1,8 @@
 """From a request's constraint to the automaton that its text keeps to, compiled once.
 
 Data flow: `SamplingParams.constraint` -> refused here by name, or a token automaton closed with the
-request's stop ids -> the arrays of the device (`runner.grammars`) -> `Request.grammar`.
+request's stop ids -> the arrays of the device (`runner.grammars`) -> `Request.grammar`. A server
+compiles in a process of its own (`structured.worker`).
 """
 
 import dataclasses
@@ -9,6 +10,7 @@ import functools
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,11 @@ from dllm_jax.engine.requests import Request
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import grammars
 from dllm_jax.runner.forward import ModelForward
+from dllm_jax.structured.limits import too_large
+from dllm_jax.structured.worker import Worker
 
 MOST_KEPT = 128  # automata; one of a large schema has a few megabytes
+MOST_REFUSALS = 64  # kept apart: refusals drop no automaton
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +52,16 @@ class Constraints:
 
     Args:
         strategy: As `bind_strategy` returns it for this model.
+
+    Attributes:
+        is_apart: Compile in a process of its own, one at a time.
     """
 
     def __init__(self, model: Model, strategy: Any):
         self._model, self._strategy = model, strategy
+        self.is_apart = False
         self._kept: OrderedDict[Any, tuple[grammars.Ready, float]] = OrderedDict()
+        self._refusals: OrderedDict[Any, str] = OrderedDict()
         self._lock = threading.Lock()
 
     def __call__(self, request: Request) -> Request:
@@ -63,14 +73,27 @@ class Constraints:
         params = request.params
         if params.constraint is None:
             return request
-        stops = params.stop_token_ids
-        if not params.ignore_eos:
-            stops += tuple(self._model.defaults.stop_token_ids)
-        grammar, _ = self._compiled(params.constraint, tuple(sorted(set(stops))))
+        grammar, _ = self._compiled(params.constraint, self._stops(request))
         if params.constraint_confidence == "plan":
             given = grammar.arrays | {"by_mass": np.asarray(True)}
             grammar = dataclasses.replace(grammar, arrays=given)
         return dataclasses.replace(request, grammar=grammar)
+
+    def missing(self, request: Request) -> tuple[Hashable, Callable[[], Any]] | None:
+        """The key of a request's automaton that is not kept, and what compiles it in any thread."""
+        if request.params.constraint is None:
+            return None
+        key = request.params.constraint, self._stops(request)
+        with self._lock:
+            if key in self._kept or key in self._refusals:
+                return None
+        return key, functools.partial(self._compiled, *key)
+
+    def _stops(self, request: Request) -> tuple[int, ...]:
+        stops = request.params.stop_token_ids
+        if not request.params.ignore_eos:
+            stops += tuple(self._model.defaults.stop_token_ids)
+        return tuple(sorted(set(stops)))
 
     def report(self, constraint: Any) -> ConstraintReport:
         """See `LLM.constraint_report`."""
@@ -99,28 +122,32 @@ class Constraints:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
+            if key in self._refusals:
+                self._refusals.move_to_end(key)
+                raise Refused(self._refusals[key], "constraint")
         began = time.perf_counter()
         try:
             automaton = self._automaton(constraint, stops)
             grammar = grammars.ready(automaton, self._model.config.vocab_size)
-        except ValueError as error:
-            raise Refused(str(error), "constraint") from error
-        except (RecursionError, MemoryError, OverflowError) as error:
-            raise Refused(
-                f"the constraint is too deep or too large to compile ({type(error).__name__}); "
-                "make it simpler",
-                "constraint",
-            ) from error
+        except (ValueError, RecursionError, MemoryError, OverflowError) as error:
+            said = str(error) if isinstance(error, ValueError) else too_large(error)
+            self._keep(self._refusals, key, said, MOST_REFUSALS)
+            raise Refused(said, "constraint") from error
         found = grammar, time.perf_counter() - began
-        with self._lock:
-            self._kept[key] = found
-            while len(self._kept) > MOST_KEPT:
-                self._kept.popitem(last=False)
+        self._keep(self._kept, key, found, MOST_KEPT)
         return found
+
+    def _keep(self, kept: OrderedDict[Any, Any], key: Any, found: Any, most: int) -> None:
+        with self._lock:
+            kept[key] = found
+            while len(kept) > most:
+                kept.popitem(last=False)
 
     def _automaton(self, constraint: Any, stops: tuple[int, ...]) -> structured.TokenAutomaton:
         never, most_states = self._never(), grammars.BUCKETS[-1].states
         if not isinstance(constraint, structured.After):
+            if self.is_apart:
+                return self._worker.compile(constraint, stops)
             return structured.compile(constraint, self._words, stops, never, most_states)
         tokenizer, text = self._model.tokenizer, constraint.marker
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -138,6 +165,10 @@ class Constraints:
     def _words(self) -> structured.Spellings:
         """The vocabulary, read once: a second for 150,000 tokens."""
         return structured.spellings(structured.token_bytes(self._model.tokenizer))
+
+    @functools.cached_property
+    def _worker(self) -> Worker:
+        return Worker(self._words, self._never(), grammars.BUCKETS[-1].states)
 
     def _never(self) -> np.ndarray:
         """Ids that the model is never read for."""

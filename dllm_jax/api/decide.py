@@ -85,6 +85,17 @@ def padded_size(texts: Sequence[Read]) -> tuple[int, int]:
     return count, length
 
 
+def passes(texts: Sequence[Read]) -> list[Sequence[Read]]:
+    """Texts in groups of one pass each: no forward of one takes long, and all give the same bits.
+
+    Raises:
+        ValueError: There are too many tokens.
+    """
+    _, length = padded_size(texts)
+    size = max(1, TOKENS_A_PASS // length)
+    return [texts[at : at + size] for at in range(0, len(texts), size)]
+
+
 def log_probabilities(
     model: Model, texts: Sequence[Read], run: Callable[..., Any] | None = None
 ) -> list[list[list[float]]]:

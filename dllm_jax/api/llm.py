@@ -157,13 +157,13 @@ class LLM:
             progress=_progress(progress) if warm_up else None,
             behind_progress=progress if callable(progress) else None,
         )
-        self._constraints = Constraints(self.model, self.strategy)
+        self.constraints = Constraints(self.model, self.strategy)
         self.engine = SharedEngine(
             device,
             self.model.tokenizer,
             seed=seed,
             clock=clock,
-            prepare=self._constraints,
+            prepare=self.constraints,
             save_snapshot=snapshot_saver(self.model, self.strategy, self.config, draft=bound.draft),
         )
 
@@ -377,7 +377,7 @@ class LLM:
         Raises:
             ValueError: It cannot be compiled, or this model or strategy takes no constraint.
         """
-        return self._constraints.report(constraint)
+        return self.constraints.report(constraint)
 
     def apply_template(self, conversation: Messages, **template_kwargs: Any) -> str:
         """A conversation as the text the model reads, up to where its answer begins.

@@ -7,6 +7,7 @@ it to call `make_engine` here. Nothing of JAX is imported in the front.
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -326,11 +327,12 @@ def served(llm: Any) -> "Served":
     """What the engine process serves of an `LLM`."""
     from jax.errors import JaxRuntimeError
 
-    from dllm_jax.api.decide import log_probabilities
+    from dllm_jax.api.decide import log_probabilities, passes
     from dllm_jax.api.llm import infill_request
     from dllm_jax.api.questions import Read
     from dllm_jax.engine.layout import DeviceFailure
     from dllm_jax.engine.requests import Request
+    from dllm_jax.serve.beside import Work
     from dllm_jax.serve.child import Served, facts_of
 
     def request(ids: list[int], suffix: list[int] | None, fields: dict[str, Any]) -> Request:
@@ -340,14 +342,25 @@ def served(llm: Any) -> "Served":
         return infill_request(llm.model, llm.strategy, made, made.params.max_tokens or 0, suffix)
 
     def read(texts: list[Read]) -> tuple[list[list[list[float]]], int]:
+        found, groups = [], passes(texts)
         try:
-            return log_probabilities(llm.model, texts, llm.engine.runner.read_labels), 1
+            for group in groups:
+                began = time.monotonic()
+                found += log_probabilities(llm.model, group, llm.engine.runner.read_labels)
+                if llm.engine.has_work:  # which gets as much time without these
+                    time.sleep(time.monotonic() - began)
+            return found, len(groups)
         except (JaxRuntimeError, DeviceFailure) as error:
             raise ValueError(
                 f"the device could not read them ({one_line(error)[:120]}); ask fewer questions"
             ) from error
 
-    return Served(llm.engine, facts_of(llm), llm.model.tokenizer, request, read)
+    def missing(made: Request) -> Work | None:
+        found = llm.constraints.missing(made)
+        return None if found is None else Work(*found)
+
+    llm.constraints.is_apart = True
+    return Served(llm.engine, facts_of(llm), llm.model.tokenizer, request, read, missing)
 
 
 def _join(args: argparse.Namespace) -> None:

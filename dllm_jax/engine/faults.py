@@ -27,6 +27,8 @@ class Faults:
         """
         self.count += 1
         said = f"{type(error).__name__} at {_place(error)}"
+        if getattr(error, "says_place", False):  # it was raised in another process
+            said = str(error)
         if said not in self._reported and len(self._reported) < MOST_REPORTED:
             self._reported.add(said)
             if self._report is not None:

@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import ipaddress
 from collections.abc import Iterable
+from typing import Any
 
 from dllm_jax.serve.refusals import Refusal
 
@@ -34,22 +35,33 @@ class Guard:
         self._hosts = {host.lower() for host in hosts}
         self._open = OPEN_PATHS | ({"/metrics"} if open_metrics else set())
 
-    def check(self, path: str, headers: dict[bytes, bytes]) -> None:
+    def check(self, path: str, headers: dict[bytes, bytes], peer: Any = None) -> str:
         """Refuse who may not ask.
 
         Args:
             headers: Names in lower case.
+            peer: Address and port of the connection, if it has any.
+
+        Returns:
+            Who asks, as far as requests of one client share the engine with those of others: a
+            key, else an address; a connection where addresses are loopback's.
 
         Raises:
             Refusal: 401 or 403.
         """
         if path not in self._open:
             if self._digests:
-                self._check_key(headers.get(b"authorization", b"").decode("latin-1"))
-            else:
-                self._check_host(headers.get(b"host", b""))
+                return (
+                    f"key {self._check_key(headers.get(b'authorization', b'').decode('latin-1'))}"
+                )
+            self._check_host(headers.get(b"host", b""))
+        if not peer:
+            return ""
+        host, port = peer[:2]
+        return f"{host}:{port}" if _is_loopback(host) else str(host)
 
-    def _check_key(self, said: str) -> None:
+    def _check_key(self, said: str) -> int:
+        """The key's number."""
         scheme, _, value = said.partition(" ")
         key = value.strip().encode("utf-8", "surrogateescape")
         if scheme.lower() == "basic":  # a browser asks for it; the user name is not looked at
@@ -68,6 +80,7 @@ class Guard:
                 status=401,
                 headers={"www-authenticate": "Bearer"},  # `Gate` adds BASIC
             )
+        return matches.index(True)
 
     def _check_host(self, said: bytes) -> None:
         name, is_loopback = _host(said)
@@ -91,7 +104,11 @@ def _host(said: bytes) -> tuple[str, bool]:
     host = said.decode("latin-1")
     name = host.rpartition(":")[0] if _has_port(host) else host
     name = name.strip("[]").lower()
+    return name, name == "localhost" or _is_loopback(name)
+
+
+def _is_loopback(address: str) -> bool:
     try:
-        return name, name == "localhost" or ipaddress.ip_address(name).is_loopback
+        return ipaddress.ip_address(address).is_loopback
     except ValueError:
-        return name, False
+        return False

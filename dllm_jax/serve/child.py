@@ -5,7 +5,9 @@ could not send yet -> socket. The loop alone touches the engine. It waits at the
 runs, and the process ends when the other end of the socket is closed.
 """
 
+import contextlib
 import ctypes
+import dataclasses
 import importlib
 import os
 import select
@@ -28,6 +30,7 @@ from dllm_jax.engine.faults import Faults
 from dllm_jax.engine.inbox import News
 from dllm_jax.engine.requests import Request, RequestOutput, SamplingParams
 from dllm_jax.serve import pipe
+from dllm_jax.serve.beside import Beside, Work
 from dllm_jax.serve.pipe import Counts, Delta, Facts, Frame, Message, Usage
 from dllm_jax.trace.pieces import plain_text
 
@@ -39,6 +42,7 @@ _COUNTS_PERIOD_S = 0.5
 # Steps in a row that may raise: the engine mends itself after the first, the second ends the
 # requests that run, and with the third it is the engine that is broken.
 _MOST_FAILED_STEPS = 3
+_SOON_S = 1e-3  # left of a deadline that passed while its request waited
 
 
 class Served(NamedTuple):
@@ -47,7 +51,9 @@ class Served(NamedTuple):
     Attributes:
         make_request: From prompt ids and fields to the engine's `Request`.
         read: Log-probabilities of the labels in texts, and the forwards that took; ValueError for
-            texts that cannot be read.
+            texts that cannot be read. In any thread.
+        missing: The work that must be done before a request can be queued, whose result is kept;
+            None: none.
     """
 
     engine: Any
@@ -55,6 +61,7 @@ class Served(NamedTuple):
     tokenizer: Any
     make_request: Callable[[list[int], list[int] | None, dict[str, Any]], Request]
     read: Callable[[list[Read]], tuple[list[list[list[float]]], int]]
+    missing: Callable[[Request], Work | None] = lambda request: None
 
 
 # Settings of the launch, and where to tell programs compiled of how many.
@@ -172,6 +179,14 @@ class Outbox:
         return messages
 
 
+class _Parked(NamedTuple):
+    """Requests that cannot be queued before some work is done."""
+
+    add: pipe.Add
+    requests: list[Request]
+    since_s: float
+
+
 class _Live:
     """A prompt in the engine: where its texts go and what was said of them."""
 
@@ -194,6 +209,12 @@ class Loop:
         self._faults = faults
         self._sock, self._outbox = sock, outbox
         self._reader = pipe.Reader(pipe.ToEngine)
+        self._bell, self._rung = socket.socketpair()
+        self._bell.setblocking(False)
+        self._rung.setblocking(False)
+        self._making = Beside("constraints wait to be compiled", "constraints_busy", self._ring)
+        self._reading = Beside("questions wait to be read", "decisions_busy", self._ring)
+        self._parked: dict[int, _Parked] = {}
         self._live: dict[str, _Live] = {}
         self._prompts: dict[int, list[str]] = {}
         self._pieces: dict[int, str] = {}
@@ -201,6 +222,15 @@ class Loop:
 
     def run(self) -> None:
         """Work until the front closes the socket."""
+        with self._bell, self._rung:
+            self._run()
+
+    def _ring(self) -> None:
+        """Wake the loop, from another thread."""
+        with contextlib.suppress(OSError):  # it is awake already, or over
+            self._bell.send(b"!")
+
+    def _run(self) -> None:
         sent_s = 0.0
         while True:
             messages = self._receive()
@@ -208,6 +238,7 @@ class Loop:
                 return
             for message in messages:
                 self._handle(message)
+            self._go_on()
             self._outbox.push()
             if not self._engine.has_work:
                 continue
@@ -223,21 +254,21 @@ class Loop:
                 sent_s = now
 
     def _receive(self) -> list[Any] | None:
-        """What has arrived; waits where the engine has nothing to do. None: the front is gone."""
-        messages: list[Any] = []
-        while True:
-            wait = 0.0 if self._engine.has_work or messages else None
-            waiting = [self._sock] if self._outbox.is_full else []
-            readable, writable, _ = select.select([self._sock], waiting, [], wait)
-            if writable:
-                self._outbox.push()
-                continue
-            if not readable:
-                return messages
-            data = self._sock.recv(_READ_BYTES)
-            if not data:
-                return None
-            messages += self._reader.feed(data)
+        """What has arrived; waits where the engine has nothing to do. None: the front is gone.
+
+        One read a turn: a front that never ceases to send stops no step.
+        """
+        wait = 0.0 if self._engine.has_work else None
+        waiting = [self._sock] if self._outbox.is_full else []
+        readable, writable, _ = select.select([self._sock, self._rung], waiting, [], wait)
+        if writable:
+            self._outbox.push()
+        if self._rung in readable:
+            self._rung.recv(_READ_BYTES)
+        if self._sock not in readable:
+            return []
+        data = self._sock.recv(_READ_BYTES)
+        return self._reader.feed(data) if data else None
 
     def _handle(self, message: Any) -> None:
         """Whatever a message raises ends its request and no other."""
@@ -245,21 +276,41 @@ class Loop:
             if isinstance(message, pipe.Add):
                 self._add(message)
             elif isinstance(message, pipe.Ask):
-                self._read(message)
+                self._ask(message)
             elif isinstance(message, pipe.Abort):
                 self._abort(message.id)
             elif isinstance(message, pipe.Broken):
                 self._fail(message.id, message.error)
-        except ValueError as error:
-            self._refuse(message.id, error)
         except Exception as error:
-            self._fail(message.id, error)
+            self._end(message.id, error)
 
-    def _refuse(self, request_id: int, error: ValueError) -> None:
-        """The request asks for what cannot be; nothing of it runs."""
+    def _go_on(self) -> None:
+        """Handle the requests whose work is done."""
+        for done in self._making.take():
+            for request_id in done.request_ids:
+                parked = self._parked.pop(request_id)
+                try:
+                    if done.error is not None:
+                        raise done.error
+                    self._queue(*parked)
+                except Exception as error:
+                    self._end(request_id, error)
+        for done in self._reading.take():
+            for request_id in done.request_ids:
+                if done.error is None:
+                    self._outbox.queue(pipe.Told(request_id, *done.found))
+                else:
+                    self._end(request_id, done.error)
+
+    def _end(self, request_id: int, error: Exception) -> None:
+        """End a request whose handling raised: a refusal, or a failure of ours."""
+        if not isinstance(error, ValueError):
+            self._fail(request_id, error)
+            return
         self._abort(request_id)
         param, code = getattr(error, "param", None), getattr(error, "code", "invalid_value")
-        self._outbox.queue(pipe.Refused(request_id, str(error), param, code))
+        status = getattr(error, "status", 400)
+        self._outbox.queue(pipe.Refused(request_id, str(error), param, code, status))
 
     def _fail(self, request_id: int, error: Exception) -> None:
         """Our handling of the request raised; nothing of it runs any more."""
@@ -284,36 +335,53 @@ class Loop:
         return outputs
 
     def _add(self, add: pipe.Add) -> None:
-        """Queue every prompt or none."""
-        n = int(add.params.get("n", 1))
+        """Make a request of every prompt."""
         params = _params(add.params)
-        names = self._prompts[add.id] = []
+        fields = {
+            "params": params,
+            "stream": add.stream,
+            "denoise": add.denoise,
+            "priority": add.priority,
+        }
+        requests = []
         for number, prompt in enumerate(add.prompts):
-            name = f"{add.id}.{number}"
-            fields = {
-                "params": params,
-                "request_id": name,
-                "stream": add.stream,
-                "denoise": add.denoise,
-                "deadline_s": add.deadline_s,
-                "priority": add.priority,
-            }
-            request = self._served.make_request(prompt.ids, prompt.suffix, fields)
-            self._engine.add(request)
+            named = {**fields, "request_id": f"{add.id}.{number}"}
+            requests.append(self._served.make_request(prompt.ids, prompt.suffix, named))
+        self._queue(add, requests, time.perf_counter())
+
+    def _queue(self, add: pipe.Add, requests: list[Request], since_s: float) -> None:
+        """Queue every prompt or none, once nothing is missing for them."""
+        for request in requests[:1]:  # the others have its parameters
+            if (work := self._served.missing(request)) is not None:
+                self._making.put(add.client, add.id, work)
+                self._parked[add.id] = _Parked(add, requests, since_s)
+                return
+        names = self._prompts[add.id] = []
+        deadline_s = add.deadline_s
+        if deadline_s is not None:
+            deadline_s = max(deadline_s - (time.perf_counter() - since_s), _SOON_S)
+        for number, request in enumerate(requests):
+            name = self._engine.add(dataclasses.replace(request, deadline_s=deadline_s))
             names.append(name)
-            self._live[name] = _Live(add, number, n)
+            self._live[name] = _Live(add, number, request.params.n)
         if add.stream:
             self._outbox.queue(pipe.Accepted(add.id))
 
-    def _read(self, ask: pipe.Ask) -> None:
-        """Answer between two steps."""
-        try:
-            found, nfe = self._served.read([Read(*fields) for fields in ask.reads])
-        except ValueError as error:
-            raise Refused(str(error), "questions") from error
-        self._outbox.queue(pipe.Told(ask.id, found, nfe))
+    def _ask(self, ask: pipe.Ask) -> None:
+        """Read texts in a thread: a forward of them may take as long as hundreds of steps."""
+
+        def read() -> tuple[list[list[list[float]]], int]:
+            try:
+                return self._served.read([Read(*fields) for fields in ask.reads])
+            except ValueError as error:
+                raise Refused(str(error), "questions") from error
+
+        self._reading.put(ask.client, ask.id, Work(ask.id, read))
 
     def _abort(self, request_id: int) -> None:
+        if self._parked.pop(request_id, None) is not None:
+            self._making.drop(request_id)
+        self._reading.drop(request_id)
         for name in self._prompts.pop(request_id, ()):
             if self._live.pop(name, None) is not None:
                 self._engine.abort(name)
@@ -366,7 +434,9 @@ class Loop:
             steps: Decode steps of this turn of the loop, and the seconds it took.
         """
         named = {name: getattr(stats, name) for name in Counts.__struct_fields__ if name != "steps"}
-        return Counts(**{**named, "num_faults": self._faults.count}, steps=steps)
+        named["num_waiting"] += len(self._parked)
+        named["num_faults"] = self._faults.count
+        return Counts(**named, steps=steps)
 
     def _piece(self, token: int) -> str:
         text = self._pieces.get(token)

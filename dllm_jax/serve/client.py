@@ -281,6 +281,7 @@ class EngineClient:
         denoise: bool = False,
         deadline_s: float | None = None,
         priority: int = 0,
+        client: str = "",
     ) -> Mailbox:
         """Hand prompts to the engine, which queues all or none; `release` the mailbox in the end.
 
@@ -290,13 +291,13 @@ class EngineClient:
         """
         n = params.get("n", 1)
         box = Mailbox(next(self._ids), len(prompts) * n, len(prompts))
-        add = pipe.Add(box.id, prompts, params, stream, denoise, deadline_s, priority)
+        add = pipe.Add(box.id, prompts, params, stream, denoise, deadline_s, priority, client)
         self._send(add)
         self._boxes[box.id] = box
         self._num_texts += box.num_open
         return box
 
-    async def ask(self, texts: list[Any]) -> pipe.Told:
+    async def ask(self, texts: list[Any], client: str = "") -> pipe.Told:
         """Have texts (`api.questions.Read`) read in one forward.
 
         Raises:
@@ -305,7 +306,7 @@ class EngineClient:
         """
         number = next(self._ids)
         reads = [(text.ids, text.prompt_len, text.rows, text.labels) for text in texts]
-        self._send(pipe.Ask(number, reads))
+        self._send(pipe.Ask(number, reads, client))
         answer = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         try:

@@ -38,7 +38,7 @@ async def decide(service: Service, call: Call) -> Any:
                 code="context_length_exceeded",
             )
     service.admission.check(service.engine.num_open, facts.num_slots, 1, False)
-    read_out = await service.engine.ask(texts)
+    read_out = await service.engine.ask(texts, call.client)
     rows = [row for read in read_out.log_probabilities for row in read]
     answers = [answer(*pair) for pair in zip(questions, rows, strict=True)]
     service.metrics.count("dllm_decisions_total", len(questions))

@@ -85,6 +85,7 @@ class Call:
     Attributes:
         headers: The last of each name, which is in lower case.
         size: Bytes of the body, once it has been read.
+        client: Who asks, see `auth.Guard.check`.
     """
 
     def __init__(self, scope: Any, receive: Any, limits: Limits):
@@ -92,6 +93,7 @@ class Call:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.id = request_id(self.header(b"x-request-id"))
         self.started_s = time.monotonic()
+        self.client = ""
         self.status = self.size = 0
         self.is_started = self.is_gone = False
         self.prompt_tokens: int | None = None

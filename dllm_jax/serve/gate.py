@@ -45,7 +45,7 @@ class Gate:
 
         scope["app"], scope["dllm.call"] = self, call
         try:
-            self._guard.check(scope["path"], call.headers)
+            call.client = self._guard.check(scope["path"], call.headers, scope.get("client"))
             await self._inner(scope, receive, sending)
         except (ClientGone, ConnectionError, asyncio.CancelledError) as gone:
             call.is_gone = True

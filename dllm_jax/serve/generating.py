@@ -3,6 +3,8 @@
 import time
 from typing import Any
 
+import msgspec
+
 from dllm_jax.serve import wire
 from dllm_jax.serve.answers import Form, fingerprint
 from dllm_jax.serve.client import Mailbox
@@ -14,6 +16,7 @@ from dllm_jax.serve.stream import EventStream, whole
 from dllm_jax.serve.text import TextSide
 
 SEED_MODULUS = 2**32  # a random key is made from 32 bits
+MAX_CONSTRAINT_BYTES = 128 << 10
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 
 
@@ -125,6 +128,7 @@ async def _generate(
         denoise=denoise,
         deadline_s=service.config.limits.request_timeout,
         priority=body.priority or 0,
+        client=call.client,
     )
     system = fingerprint(service.config.version, facts)
     form = Form(is_chat, service.config.model, system, num_prompt_tokens)
@@ -155,7 +159,7 @@ async def _generate(
 
 def _params(body: wire.Sampling, facts: Facts, max_tokens: int) -> dict[str, Any]:
     """Fields of `SamplingParams`; the constraint as the engine process reads it."""
-    constraint = wire.constraint(body)
+    constraint = _constraint(body)
     top_p = body.top_p
     if top_p is None and constraint is None:  # constrained texts are drawn from all that fits
         top_p = facts.top_p
@@ -188,6 +192,20 @@ def _params(body: wire.Sampling, facts: Facts, max_tokens: int) -> dict[str, Any
                 param=param,
             )
     return params
+
+
+def _constraint(body: wire.Sampling) -> dict[str, Any] | None:
+    """What the text must be, if it is of a size that may be compiled."""
+    constraint = wire.constraint(body)
+    size = 0 if constraint is None else len(msgspec.json.encode(constraint))
+    if size > MAX_CONSTRAINT_BYTES:
+        param = "response_format" if body.structured_outputs is None else "structured_outputs"
+        raise Refusal(
+            f"{param} has {size} bytes; at most {MAX_CONSTRAINT_BYTES} are compiled: make it "
+            "shorter",
+            param=param,
+        )
+    return constraint
 
 
 def _ended(service: Service, box: Mailbox, call: Call) -> None:

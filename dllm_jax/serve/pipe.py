@@ -43,7 +43,11 @@ class Prompt(msgspec.Struct, array_like=True):
 
 
 class Add(Message):
-    """Prompts that are accepted together or not at all; `params` are fields of `SamplingParams`."""
+    """Prompts that are accepted together or not at all; `params` are fields of `SamplingParams`.
+
+    Attributes:
+        client: Who shares the engine with the others, fairly.
+    """
 
     id: int
     prompts: list[Prompt]
@@ -52,6 +56,7 @@ class Add(Message):
     denoise: bool
     deadline_s: float | None
     priority: int
+    client: str = ""
 
 
 class Ask(Message):
@@ -59,6 +64,7 @@ class Ask(Message):
 
     id: int
     reads: list[tuple[list[int], int, list[int], list[list[int]]]]
+    client: str = ""
 
 
 class Abort(Message):

@@ -105,6 +105,9 @@ class JsonSchema(Constraint):
         for name, value in (("schema", schema), ("whitespace", whitespace), ("_said", said)):
             object.__setattr__(self, name, value)
 
+    def __reduce__(self) -> Any:
+        return JsonSchema, (self._said, self.whitespace)  # deep values do not pickle
+
     def tree(self, budget: Budget) -> Tree:
         """See `Constraint`."""
         return schema_tree(self.schema, budget, compact=self.whitespace == "compact")

@@ -31,6 +31,14 @@ class Budget:
             )
 
 
+def too_large(error: BaseException) -> str:
+    """Why a constraint is refused whose compilation raised this."""
+    return (
+        f"the constraint is too deep or too large to compile ({type(error).__name__}); make it "
+        "simpler"
+    )
+
+
 def distances(table: np.ndarray, accepting: np.ndarray, budget: Budget) -> np.ndarray:
     """Fewest steps from each state to an accepting one, in time linear in the edges.
 

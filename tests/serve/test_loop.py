@@ -18,6 +18,8 @@ import pytest
 from dllm_jax.engine.checks import Refused
 from dllm_jax.engine.faults import Faults
 from dllm_jax.serve import child, pipe
+from dllm_jax.serve.beside import MOST_EACH, Work
+from dllm_jax.structured.worker import WorkerFault
 from tests.oracles.engine_world import HOST, World
 from tests.serve import scripted
 
@@ -51,10 +53,12 @@ class Front:
     def add(self, client="", ids=(1, 2), **params):
         params = {"max_tokens": 8, **params}
         prompt = pipe.Prompt(list(ids))
-        return self.send(pipe.Add(next(self._ids), [prompt], params, False, False, None, 0))
+        add = pipe.Add(next(self._ids), [prompt], params, False, False, None, 0, client)
+        return self.send(add)
 
-    def ask(self, prompt_len=3):
-        return self.send(pipe.Ask(next(self._ids), [([1, 2, 3], prompt_len, [2], [[4, 5]])]))
+    def ask(self, prompt_len=3, client=""):
+        reads = [([1, 2, 3], prompt_len, [2], [[4, 5]])]
+        return self.send(pipe.Ask(next(self._ids), reads, client))
 
     def until(self, request_id):
         """What is said of a request in the end: `Refused`, `Told` or its last `Delta`."""
@@ -251,3 +255,110 @@ def test_a1_what_the_runner_raises_for_one_sequence_ends_it_alone(monkeypatch, p
             break
     assert failed
     assert engine.stats().num_pages_held == 0
+
+
+class Gate:
+    """Work that ends when it is told to."""
+
+    def __init__(self):
+        self.open, self.begun, self.kept = threading.Event(), [], set()
+
+    def missing(self, request):
+        key = request.params.seed
+        if key is None or key in self.kept:
+            return None
+        return Work(key, lambda: self.do(key))
+
+    def do(self, key):
+        self.begun.append(key)
+        assert self.open.wait(10)
+        if key < 0:
+            raise Refused("it cannot be made", "constraint")
+        self.kept.add(key)
+
+
+@pytest.fixture
+def gate():
+    one = Gate()
+    yield one
+    one.open.set()
+
+
+def test_a2_a_request_waits_for_its_constraint_and_no_other_does(gate):
+    with running(served()._replace(missing=gate.missing)) as front:
+        waits = [front.add(seed=3), front.add(seed=3)]
+        for _ in range(3):
+            assert front.until(front.add()).finish == "length"
+        assert set(front.loop._parked) == set(waits)
+        counts = [one for one in front.messages if isinstance(one, pipe.Moved)][-1].counts
+        assert counts.num_waiting == 2
+        gate.open.set()
+        assert [front.until(one).finish for one in waits] == ["length"] * 2
+        assert gate.begun == [3]  # once for both
+
+
+def test_a2_a_refused_constraint_is_a_400_and_a_fault_a_500(gate):
+    gate.open.set()
+    with running(served()._replace(missing=gate.missing)) as front:
+        front.loop._served = front.loop._served._replace(
+            missing=lambda request: Work(0, raising(Refused("it cannot be made", "constraint")))
+        )
+        found = front.until(front.add(seed=1))
+        assert (found.status, found.param) == (400, "constraint")
+        front.loop._served = front.loop._served._replace(
+            missing=lambda request: Work(0, raising(WorkerFault("TypeError at x.py:3")))
+        )
+        found = front.until(front.add(seed=1))
+        assert (found.status, found.message) == (500, "TypeError at x.py:3")
+
+
+def test_a2_clients_take_turns_and_each_may_wait_with_so_many(gate):
+    with running(served()._replace(missing=gate.missing)) as front:
+        hog = [front.add(seed=number, client="hog") for number in range(40)]
+        refused = [front.until(one) for one in hog[MOST_EACH + 1 :]]
+        assert {(one.status, one.code) for one in refused} == {(429, "constraints_busy")}
+        other = front.add(seed=1000, client="other")
+        gone = front.add(seed=2000, client="gone")
+        front.send(pipe.Abort(gone))
+        while gone in front.loop._parked or other not in front.loop._parked:
+            time.sleep(0.001)
+        gate.open.set()
+        for one in [other, *hog[: MOST_EACH + 1]]:
+            assert front.until(one).finish == "length"
+        assert gate.begun[:3] == [0, 1, 1000]
+        assert 2000 not in gate.begun
+
+
+def test_a2_a_deadline_counts_from_the_requests_arrival(gate):
+    with running(served()._replace(missing=gate.missing)) as front:
+        seen = []
+        real = front.loop._engine.add
+        front.loop._engine.add = lambda request: seen.append(request) or real(request)
+        params = {"max_tokens": 8, "seed": 5}
+        add = pipe.Add(900, [pipe.Prompt([1])], params, False, False, 5.0, 0)
+        front.send(add)
+        while not gate.begun:
+            time.sleep(0.001)
+        time.sleep(0.2)
+        gate.open.set()
+        front.until(900)
+        assert 0 < seen[0].deadline_s <= 4.8
+
+
+def test_a2_questions_are_read_beside_the_steps_and_in_turns(gate):
+    begun = []
+
+    def read(texts):
+        begun.append(texts[0].prompt_len)
+        assert gate.open.wait(10)
+        return [[[-1.0]]], 1
+
+    with running(served()._replace(read=read)) as front:
+        hog = [front.ask(number, "hog") for number in range(30)]
+        other = front.ask(1000, "other")
+        assert front.until(front.add(max_tokens=100)).finish == "length"
+        gate.open.set()
+        refused = [one for one in map(front.until, hog) if isinstance(one, pipe.Refused)]
+        assert {(one.status, one.code) for one in refused} == {(429, "decisions_busy")}
+        assert isinstance(front.until(other), pipe.Told)
+        assert begun.index(1000) <= 2
