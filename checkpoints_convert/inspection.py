@@ -21,7 +21,7 @@ from .config.fields import ConfigError
 from .converted import AGAIN, PARAMS, describe
 from .lora import read_adapter
 from .networks import Networks
-from .packed import Packed, Scheme, matrices, read_scheme
+from .packed import Packed, Scheme, matrices, read_scheme, unread_notes
 from .report import META, Report
 from .rules import Placement, placements, tensor_shapes
 from .shards import Shards, Stored, quantised, read_shards
@@ -83,7 +83,7 @@ def _described(report: Report, networks: Networks, allow_extra: bool) -> Report:
         notes.append(f"{table.lm_head} differs from the embedding, so it is used: not tied")
     param_shapes = parsed and functools.partial(networks.param_shapes, parsed.config)
     known = len(problems)
-    scheme, packed = _unpack(folder, shards, problems)
+    scheme, packed = _unpack(folder, shards, problems, notes)
     small = quantised(shards.tensors, scheme is not None)
     problems += small if len(problems) == known else []  # one line is enough
     places: tuple[Placement, ...] = ()
@@ -124,11 +124,13 @@ def _described(report: Report, networks: Networks, allow_extra: bool) -> Report:
 
 
 def _unpack(
-    folder: Path, shards: Shards, problems: list[str]
+    folder: Path, shards: Shards, problems: list[str], notes: list[str]
 ) -> tuple[Scheme | None, dict[str, Packed]]:
     """How matrices are stored in fewer bits; `shards` then names them as in 16 bits."""
     try:
-        scheme = read_scheme(folder, read_json(folder / "config.json"))
+        config = read_json(folder / "config.json")
+        scheme = read_scheme(folder, config)
+        notes += unread_notes(folder, config)
     except ValueError as error:
         if not any(str(error) in problem for problem in problems):
             problems.append(str(error))
@@ -154,7 +156,8 @@ def _with_adapter(report: Report, networks: Networks, folder: Path) -> Report:
         return dataclasses.replace(report, problems=(*report.problems, text))
     if report.problems or report.defaults is None:
         return report
-    adapter, notes = read_adapter(folder, tensor_shapes(report.placements)), list(report.notes)
+    adapter = read_adapter(folder, tensor_shapes(report.placements))
+    notes = [*report.notes, *adapter.notes]
     base, name = _last(adapter.base), _last(_folder_name(report.folder))
     if base and base.lower() != name.lower():
         notes.append(f"the adapter was trained on {adapter.base} and goes into {name}")

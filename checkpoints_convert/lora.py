@@ -40,9 +40,50 @@ _MORE = {
     "target_parameters": "it changes parameters that are no matrix of a module",
     "layer_replication": "it doubles layers",
     "alora_invocation_tokens": "it acts behind some tokens only and cannot be merged",
+    "use_qalora": "its inputs are pooled by groups",
+    "use_bdlora": "its factors are blocks of a diagonal",
+    "megatron_config": "its layers are Megatron's",
+    "arrow_config": "it chooses among adapters at run time",
 }
-# Initialisations that also change the base.
-_CHANGED_BASE = ("pissa", "olora", "corda", "loftq")
+# Initialisations that leave the base as it is: A is drawn, and B or the product is zero. All others
+# (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) take the product off the base, which is then another one.
+_STARTS = ("gaussian", "eva", "orthogonal")
+# Entries that are read, or that change no number of the product: which modules have one (the names
+# in the file say it), the training, and settings of initialisations.
+_KNOWN = frozenset(
+    [
+        "peft_type",
+        "peft_version",
+        "task_type",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "r",
+        "lora_alpha",
+        "lora_dropout",
+        "target_modules",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+        "rank_pattern",
+        "alpha_pattern",
+        "fan_in_fan_out",
+        "bias",
+        "init_lora_weights",
+        "use_rslora",
+        "megatron_core",
+        "loftq_config",
+        "corda_config",
+        "eva_config",
+        "lora_ga_config",
+        "olora_config",
+        "runtime_config",
+        "ensure_weight_tying",
+        "qalora_group_size",
+        "velora_config",
+    ]
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +130,7 @@ class Adapter:
     factors: Mapping[str, Factors] = dataclasses.field(default_factory=dict[str, Factors])
     base: str = ""
     problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def read_adapter(folder: Path, shapes: Mapping[str, Shape]) -> Adapter:
@@ -137,7 +179,10 @@ def read_adapter(folder: Path, shapes: Mapping[str, Shape]) -> Adapter:
         alpha=config["lora_alpha"],
         is_rslora=bool(config.get("use_rslora")),
     )
-    return Adapter(facts=facts, factors=factors, base=str(config.get("base_model_name_or_path")))
+    unread = ", ".join(_unread(config))
+    notes = (f"entries of {CONFIG} that are not read: {unread}",) if unread else ()
+    base = str(config.get("base_model_name_or_path"))
+    return Adapter(facts=facts, factors=factors, base=base, notes=notes)
 
 
 def _files(folder: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
@@ -164,15 +209,24 @@ def _refusals(config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("bias", "none") != "none":
         yield f'bias={config["bias"]!r} is not supported; only "none" is'
     start = config.get("init_lora_weights")
-    if isinstance(start, str) and start.lower().startswith(_CHANGED_BASE):
+    if not isinstance(start, bool | None) and str(start).lower() not in _STARTS:
         yield (
             f"init_lora_weights={start!r} is not supported: the base was changed as well; let PEFT "
             "save it as a plain LoRA adapter"
         )
+    for key in _unread(config):
+        if key.startswith("use_") or key.endswith("_config"):
+            said = f"{key}={config[key]!r:.80}"
+            yield f"{said} is not known and may change the product; merge it with PEFT"
     for key in ("r", "lora_alpha"):
         value = config.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             yield f"{key}={value!r} must be a positive number"
+
+
+def _unread(config: Mapping[str, Any]) -> list[str]:
+    """Entries that say something and that nothing here reads."""
+    return sorted(key for key in config if config[key] and key not in _KNOWN and key not in _MORE)
 
 
 def _pairs(tensors: Mapping[str, Stored], problems: list[str]) -> dict[str, tuple[Stored, Stored]]:

@@ -15,6 +15,7 @@ from typing import Any, cast
 import ml_dtypes
 import numpy as np
 
+from . import unread
 from .rules import Array, Shape, listed
 from .shards import Stored
 from .tokenizer_files import json_object, read_json
@@ -206,7 +207,11 @@ def read_scheme(folder: Path, config: Mapping[str, Any]) -> Scheme | None:
         if not (folder / MODELOPT).is_file():
             return None
         said = json_object(read_json(folder / MODELOPT).get("quantization"))
+        if more := list(unread.refused(said)):
+            raise ValueError("; ".join(f"{MODELOPT}: {one}" for one in more))
         return _modelopt(said, said.get("exclude_modules"))
+    if more := list(unread.refused(said)):
+        raise ValueError("; ".join(f"{key}.{one}" for one in more))
     method = said.get("quant_method", "compressed-tensors" if "config_groups" in said else None)
     if method == "modelopt" or str(method).startswith("modelopt"):
         return _modelopt(said, said.get("ignore", said.get("exclude_modules")))
@@ -214,6 +219,15 @@ def read_scheme(folder: Path, config: Mapping[str, Any]) -> Scheme | None:
     if not isinstance(method, str) or method not in readers:
         raise ValueError(_refusal(f"quant_method={method!r}", f"use {', '.join(METHODS)}"))
     return readers[method](said)
+
+
+def unread_notes(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
+    """Entries of a folder's quantisation section that are taken to change nothing."""
+    key = next((key for key in KEYS if config.get(key)), None)
+    if key is not None:
+        yield from unread.notes(json_object(config[key]))
+    elif (folder / MODELOPT).is_file():
+        yield from unread.notes(json_object(read_json(folder / MODELOPT).get("quantization")))
 
 
 def _refusal(what: str, rule: str) -> str:

@@ -234,6 +234,16 @@ def test_a_converted_folder_remembers_its_adapter(dream, tmp_path):
         convert(folder, tmp_path / "twice", lora=adapter)
 
 
+def test_b9_entries_of_an_adapter_that_change_nothing_are_listed(dream, tmp_path):
+    adapter = write_adapter(dream, tmp_path / "adapter")
+    starts = (True, False, None, "gaussian", "eva", "orthogonal")
+    for start in starts:
+        edit(adapter, init_lora_weights=start, trained_by="us", use_kasa=False, eva_config={"r": 1})
+        report = inspect(dream, lora=adapter)
+        assert report.problems == ()
+        assert f"entries of {CONFIG} that are not read: trained_by" in report.notes
+
+
 def drop(pattern):
     return lambda values: [values.pop(n) for n in list(values) if re.search(pattern, n)]
 
@@ -256,6 +266,14 @@ ONE = np.ones((4, 4), np.float32)
         ({"peft_type": "LOHA"}, "peft_type='LOHA' is not supported; only \"LORA\" is"),
         ({"peft_type": ...}, "peft_type=None is not supported"),
         ({"init_lora_weights": "pissa_niter_4"}, "the base was changed as well"),
+        *(
+            ({"init_lora_weights": one}, f"init_lora_weights={one!r} is not supported: the base")
+            for one in ("lora_ga", "olora", "corda", "loftq", "a later one")
+        ),
+        ({"peft_type": "LORAGA"}, "peft_type='LORAGA' is not supported"),
+        ({"use_qalora": True}, "use_qalora=True is not supported: its inputs are pooled"),
+        ({"use_kasa": True}, "use_kasa=True is not known and may change the product"),
+        ({"monteclora_config": {"n": 2}}, "monteclora_config={'n': 2} is not known and may change"),
         ({"layer_replication": [[0, 2]]}, "layer_replication=[[0, 2]] is not supported"),
         ({"r": 0}, "r=0 must be a positive number"),
         ({"lora_alpha": "8"}, "lora_alpha='8' must be a positive number"),

@@ -220,6 +220,39 @@ def test_other_formats_are_refused_by_name(tmp_path, said, reported):
     assert "which is not supported; " in str(error.value)
 
 
+_TURN = {"R4": {"type": "hadamard", "apply": [{"location": "input", "targets": ["down_proj"]}]}}
+
+
+@pytest.mark.parametrize(
+    ("entry", "reported"),
+    [
+        ({"transform_config": {"config_groups": _TURN}}, "transform_config is not supported: its"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is not supported"),
+        ({"pre_quant_scale": True}, "pre_quant_scale is not supported: its inputs are scaled"),
+        ({"adapter": {"path": "x", "rank": 8}}, "adapter is not supported: an adapter corrects"),
+        ({"rotation": "hadamard"}, "rotation='hadamard' is not known and may change the numbers"),
+        ({"pack_dtype": "int16"}, "pack_dtype='int16' is not supported"),
+        (
+            {"config_groups": {"g": {"weights": {"online_hadamard": 64}}}},
+            "config_groups.g.weights.online_hadamard=64 is not known and may",
+        ),
+    ],
+)
+def test_b9_what_a_model_needs_at_run_time_is_refused_by_name(folder, tmp_path, entry, reported):
+    to = tmp_path / "more"
+    shutil.copytree(folder, to)
+    config = json.loads((to / "config.json").read_text())
+    config["quantization_config"].update(entry)
+    (to / "config.json").write_text(json.dumps(config))
+    assert any(reported in problem for problem in inspect(to).problems)
+    nothing = {key: {} if isinstance(value, dict) else None for key, value in entry.items()}
+    config["quantization_config"].update(nothing | FP8_DYNAMIC | {"made_by": "us"})
+    (to / "config.json").write_text(json.dumps(config))
+    report = inspect(to)
+    assert report.problems == ()
+    assert report.notes == ("entries of the quantisation section that are not read: made_by",)
+
+
 def test_45_12_mlx_folders_and_matrices_left_out_of_gptq(tmp_path):
     folder = write_tiny("sdar", tmp_path / "mlx")
     config = json.loads((folder / "config.json").read_text())
