@@ -154,6 +154,14 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
             name, type=flags.whole(1), default=usual, metavar="N", help=f"{what} (default: {usual})"
         )
     group.add_argument(
+        "--min-priority",
+        type=flags.whole(-(2**31) + 1),
+        default=0,
+        metavar="N",
+        help="the first priority that a request may ask for; lower ones go before others' "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
         "--max-denoise-streams",
         type=flags.whole(0),
         default=2,
@@ -239,6 +247,7 @@ def config_of(args: argparse.Namespace) -> "Config":
         max_body_bytes=args.max_body_bytes,
         max_texts=args.max_texts,
         max_waiting=args.max_waiting,
+        min_priority=args.min_priority,
         max_connections=args.max_connections,
         request_timeout=args.request_timeout,
         max_denoise_streams=args.max_denoise_streams,

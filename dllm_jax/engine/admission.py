@@ -86,6 +86,7 @@ def accept(
             owner=active,
             index=index,
             rank=(request.priority, number + index),
+            client=request.client,
             prompt=prompt,
             placement=dataclasses.replace(placement, fold=fold),
             capacity=capacity,

@@ -108,7 +108,8 @@ class Request:
     Attributes:
         prompt: The text the ids were made of, if any; only handed back.
         request_id: A name of the caller's choice; None: the engine numbers it.
-        priority: Lower goes first; equal ones in order of arrival.
+        priority: Lower goes first; of equal ones each client's in turn, in order of arrival.
+        client: Whose it is; a server's clients share the engine fairly.
         deadline_s: Seconds from `add` after which it ends with "abort" and what it has.
         stream: Report it whenever it moved, not only when it ended.
         denoise: Report the provisional window as well (one step a dispatch while it runs).
@@ -123,6 +124,7 @@ class Request:
     prompt: str | None = None
     request_id: str | None = None
     priority: int = 0
+    client: str = ""
     deadline_s: float | None = None
     stream: bool = False
     denoise: bool = False

@@ -1,7 +1,8 @@
 """The scheduler: slots, pages, preemption, and the next piece of each prefix.
 
-Requests are served by rank, (priority, arrival). When the pool is short, the scheduler preempts the
-worst-ranked sequence.
+Requests are served by priority; within one, clients take turns, and a client's own requests go in
+order of arrival. When the pool is short, the scheduler preempts the worst by rank, (priority,
+arrival).
 """
 
 import bisect
@@ -18,6 +19,7 @@ from dllm_jax.engine.layout import EngineLayout, Placement
 from dllm_jax.engine.pages import Chain, OutOfPages, PagePool, digest
 
 WAITING, PREFILL, DECODE, DONE = range(4)
+_FEW = 64  # turns that are kept anyway
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -27,6 +29,8 @@ class Sequence:
     Attributes:
         owner: Its request (`admission.ActiveRequest`).
         rank: (priority, arrival): lower goes first, no two are equal.
+        client: Whose it is.
+        turn: Its round in the queue of its priority, in each of which a client has one.
         placement: Its slot when fresh.
         leader: The first sequence of its request, whose prompt pages it waits for and shares.
         capacity: Positions it can ever write.
@@ -55,6 +59,8 @@ class Sequence:
     placement: Placement
     capacity: int
     leader: "Sequence | None" = None
+    client: str = ""
+    turn: int = 0
     stage: int = WAITING
     slot: int = -1
     epoch: int = 0
@@ -135,7 +141,10 @@ class Scheduler:
             next(size for size in layout.page_buckets if size >= count)
             for count in range(layout.page_buckets[-1] + 1)
         ]
-        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+        self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []
+        self._rounds: dict[int, int] = {}  # by priority: the last one that got a slot
+        self._turns: dict[tuple[int, str], int] = {}  # the last of a client in the queue
+        self._left_queue = False
         self.num_preemptions = 0
 
     # --- the queue ----------------------------------------------------------------------------
@@ -183,7 +192,26 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
         sequence.start = sequence.prefix_len = self.layout.prefill_len(len(sequence.prompt))
-        heapq.heappush(self._waiting, (sequence.rank, sequence))
+        if self._left_queue or len(self._turns) > 2 * len(self._waiting) + _FEW:
+            self._count_turns()
+        place = priority, _ = sequence.rank[0], sequence.client
+        sequence.turn = max(self._rounds.get(priority, 0), self._turns.get(place, -1) + 1)
+        self._turns[place] = sequence.turn
+        self._wait(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
+        priority, arrival = sequence.rank
+        heapq.heappush(self._waiting, ((priority, sequence.turn, arrival), sequence))
+
+    def _count_turns(self) -> None:
+        """Take the turns of clients from what waits: texts that ended there take none."""
+        waiting = [sequence for _, sequence in self._waiting if sequence.stage == WAITING]
+        self._turns, self._left_queue = {}, False
+        for one in waiting:
+            place = one.rank[0], one.client
+            self._turns[place] = max(one.turn, self._turns.get(place, 0))
+        used = {one.rank[0] for one in (*waiting, *self.live)}
+        self._rounds = {key: turn for key, turn in self._rounds.items() if key in used}
 
     @property
     def num_waiting(self) -> int:
@@ -279,6 +307,8 @@ class Scheduler:
         sequence.is_sound = False
         sequence.covered = len(sequence.pages) * self.layout.page_size
         self.slots[sequence.slot] = sequence
+        priority = sequence.rank[0]
+        self._rounds[priority] = max(sequence.turn, self._rounds.get(priority, 0))
         bisect.insort(self.live, sequence, key=_rank)
         row = self.table[sequence.slot]
         row[:] = -1
@@ -440,12 +470,13 @@ class Scheduler:
             sequence.saved = None
         if sequence.saved is None:
             sequence.start = sequence.prefix_len
-        heapq.heappush(self._waiting, (sequence.rank, sequence))
+        self._wait(sequence)
 
     def leave(self, sequence: Sequence) -> None:
         """End a sequence, whatever its stage."""
         if sequence.slot >= 0:
             self._vacate(sequence)
+        self._left_queue |= sequence.stage == WAITING
         sequence.stage = DONE
 
     def _vacate(self, sequence: Sequence) -> None:
@@ -466,7 +497,7 @@ class Scheduler:
         self.pool.reset()
         self.slots = [None] * layout.num_slots
         self._free_slots = list(range(layout.num_slots - 1, -1, -1))
-        self.live, self._waiting = [], []
+        self.live, self._waiting, self._rounds, self._turns = [], [], {}, {}
         for sequence in sequences:
             sequence.stage, sequence.slot = WAITING, -1
             sequence.epoch += 1

@@ -342,6 +342,7 @@ class Loop:
             "stream": add.stream,
             "denoise": add.denoise,
             "priority": add.priority,
+            "client": add.client,
         }
         requests = []
         for number, prompt in enumerate(add.prompts):

@@ -48,6 +48,7 @@ class Mailbox:
         num_open: Texts that have not ended.
         usages: Counts of the prompts that have ended.
         is_closed: Its reader left.
+        client: Whose request it is.
         is_accepted: The engine has queued every prompt; told of streams alone.
         refusal: Why it queued none, or gave up.
         failure: Why it will say nothing more.
@@ -59,6 +60,7 @@ class Mailbox:
         self.num_open = num_choices
         self.usages: list[Usage] = []
         self.num_tokens = [0] * num_choices
+        self.client = ""
         self.refusal: Refusal | RequestFailed | None = None
         self.failure: str | None = None
         self.is_closed = self.is_accepted = False
@@ -256,6 +258,10 @@ class EngineClient:
         """Whether a request has not been released by its reader."""
         return bool(self._boxes or self._asked)
 
+    def has_open_of(self, client: str) -> bool:
+        """Whether a text of this client is in the engine."""
+        return any(box.client == client for box in self._boxes.values())
+
     @property
     def pid(self) -> int | None:
         """The engine's process id."""
@@ -291,6 +297,7 @@ class EngineClient:
         """
         n = params.get("n", 1)
         box = Mailbox(next(self._ids), len(prompts) * n, len(prompts))
+        box.client = client
         add = pipe.Add(box.id, prompts, params, stream, denoise, deadline_s, priority, client)
         self._send(add)
         self._boxes[box.id] = box

@@ -37,7 +37,8 @@ async def decide(service: Service, call: Call) -> Any:
                 param="input",
                 code="context_length_exceeded",
             )
-    service.admission.check(service.engine.num_open, facts.num_slots, 1, False)
+    has_open = service.engine.has_open_of(call.client)
+    service.admission.check(service.engine.num_open, facts.num_slots, 1, False, has_open)
     read_out = await service.engine.ask(texts, call.client)
     rows = [row for read in read_out.log_probabilities for row in read]
     answers = [answer(*pair) for pair in zip(questions, rows, strict=True)]

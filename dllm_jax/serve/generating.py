@@ -119,7 +119,9 @@ async def _generate(
             raise Refusal(f"{name} needs stream: true; set it or leave this out", param=name)
     params = _params(body, facts, max_tokens)
     num_texts = len(prompts) * params["n"]
-    service.admission.check(service.engine.num_open, facts.num_slots, num_texts, denoise)
+    engine = service.engine
+    has_open = engine.has_open_of(call.client)
+    service.admission.check(engine.num_open, facts.num_slots, num_texts, denoise, has_open)
     call.prompt_tokens = num_prompt_tokens
     box = service.engine.submit(
         prompts,
@@ -127,7 +129,7 @@ async def _generate(
         stream=bool(body.stream),
         denoise=denoise,
         deadline_s=service.config.limits.request_timeout,
-        priority=body.priority or 0,
+        priority=service.admission.priority(body.priority),
         client=call.client,
     )
     system = fingerprint(service.config.version, facts)

@@ -21,6 +21,7 @@ PROBE_PLACES = 16  # connections over the bound, where only probes are answered
 DISCARDED_BYTES = 64 << 20  # of a body that is too large: its client reads no answer before its end
 _LOW_RETRY_S, _HIGH_RETRY_S = 1, 30
 _SMOOTHING = 0.1
+_KEPT_SHARE = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,9 @@ class Limits:
     Attributes:
         max_body_bytes: Of a request.
         max_texts: Prompts times `n` of a request.
-        max_waiting: Texts that wait for a slot; more are answered 429.
+        max_waiting: Texts that wait for a slot; more are answered 429. An eighth of the places is
+            kept for clients that have no text in the engine.
+        min_priority: A request's own priority counts from here on; lower ones go first.
         max_connections: Open connections; over it one that waits is closed for each new one.
         head_timeout: Seconds from a connection, or the first byte of a head, to the head's end.
         request_timeout: Seconds after which a text ends with "length".
@@ -40,6 +43,7 @@ class Limits:
     max_body_bytes: int = 4 << 20
     max_texts: int = 128
     max_waiting: int = 256
+    min_priority: int = 0
     max_connections: int = 1024
     head_timeout: float = 10.0
     request_timeout: float = 600.0
@@ -54,11 +58,19 @@ class Admission:
         self._mean_s = 1.0  # of a request
         self.num_denoise = 0
 
-    def check(self, num_open: int, num_slots: int, num_texts: int, denoise: bool) -> None:
+    def check(
+        self,
+        num_open: int,
+        num_slots: int,
+        num_texts: int,
+        denoise: bool,
+        has_open: bool = False,
+    ) -> None:
         """Refuse a request over a limit.
 
         Args:
             num_open: Texts in the engine.
+            has_open: Some of them are this client's.
 
         Raises:
             Refusal: 400 or 429, with how long to wait.
@@ -71,10 +83,13 @@ class Admission:
                 param="n",
             )
         waiting = max(0, num_open - num_slots)
-        if waiting >= limits.max_waiting:
+        most = limits.max_waiting
+        if has_open and waiting:
+            most -= most // _KEPT_SHARE + num_texts - 1
+        if waiting >= most:
             raise Refusal(
-                f"{waiting} texts wait for a slot; at most {limits.max_waiting} may: try again "
-                "later",
+                f"{waiting} texts wait for a slot; at most {limits.max_waiting} may, and some "
+                "places are kept for clients without a text: try again later",
                 code="queue_full",
                 status=429,
                 headers={"retry-after": self.retry_after(waiting, num_slots)},
@@ -88,6 +103,10 @@ class Admission:
                 status=429,
                 headers={"retry-after": self.retry_after(waiting, num_slots)},
             )
+
+    def priority(self, asked: int | None) -> int:
+        """What a request's own priority counts as."""
+        return max(asked or 0, self._limits.min_priority)
 
     def retry_after(self, waiting: int, num_slots: int) -> str:
         """Seconds until a slot may be free."""

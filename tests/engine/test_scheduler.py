@@ -5,6 +5,7 @@ and block sizes that do not divide each other among them. test_engine_machine.py
 work together. `host` is the package's own modules; tests/mutants hands broken copies in.
 """
 
+import random
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -50,7 +51,7 @@ class Books:
         self.number = 0
 
     def accept(self, prompt: Any, **wishes: Any) -> Any:
-        own = ("priority", "denoise", "suffix_token_ids")
+        own = ("priority", "client", "denoise", "suffix_token_ids")
         fields = {name: wishes.pop(name) for name in own if name in wishes}
         host = self.host
         params = host.requests.SamplingParams(**{"max_tokens": 16, **wishes})
@@ -162,6 +163,74 @@ def test_no_request_passes_one_that_does_not_fit(host: ModuleType) -> None:
     assert books.admit() == []
     assert [long.stage, short.stage] == [books.host.scheduler.WAITING] * 2
     assert books.scheduler.num_waiting == 2
+
+
+def served(books: Books) -> list[str]:
+    """Clients in the order in which their texts get a slot, each for a moment."""
+    order = []
+    while books.scheduler.has_waiting:
+        for sequence in books.admit():
+            order.append(sequence.client)
+            books.scheduler.leave(sequence)
+    return order
+
+
+def test_a3_clients_of_one_priority_take_turns(host: ModuleType) -> None:
+    books = Books(host)
+    for _ in range(1000):
+        books.add([5], client="hog")
+    for _ in range(100):
+        for sequence in books.admit():
+            books.scheduler.leave(sequence)
+    books.add([6], client="one")
+    for client in ("two", "two", "three", *["many"] * 50):
+        books.add([7], client=client)
+    order = served(books)
+    assert sorted(order[:5]) == ["hog", "many", "one", "three", "two"]
+    assert sorted(order[5:8]) == ["hog", "many", "two"]
+    assert order[8:48].count("hog") == order[8:48].count("many") == 20
+    books.add([5], client="hog", priority=1)
+    books.add([5], client="one", priority=2)
+    books.add([5], client="two", priority=2)
+    books.add([5], client="late", priority=1)
+    assert served(books) == ["hog", "late", "one", "two"]
+
+
+def test_a3_a_client_keeps_the_order_of_its_own(host: ModuleType) -> None:
+    """Whatever other clients do, and however many of its own end in the queue."""
+    rng = random.Random(3)
+    books, order, waiting = Books(host), [], []
+    for _ in range(400):
+        client = rng.choice("aab")
+        waiting.append(books.add([5], client=client, priority=rng.randrange(2)))
+        if rng.random() < 0.3:
+            gone = waiting.pop(rng.randrange(len(waiting)))
+            books.scheduler.leave(gone)
+        if rng.random() < 0.2:
+            for sequence in books.admit():
+                order.append(sequence)
+                waiting.remove(sequence)
+                books.scheduler.leave(sequence)
+        assert len(books.scheduler._turns) <= 4
+    for client in "ab":
+        for priority in range(2):
+            mine = [s.rank[1] for s in order if (s.client, s.rank[0]) == (client, priority)]
+            assert mine == sorted(mine)
+
+
+def test_a3_texts_that_end_in_the_queue_cost_no_turns(host: ModuleType) -> None:
+    books = Books(host)
+    first = [books.add([5], client="other") for _ in range(10)]
+    for sequence in [books.add([5], client="mine") for _ in range(500)]:
+        books.scheduler.leave(sequence)
+    books.add([5], client="mine")
+    assert served(books).index("mine") <= 1
+    assert len(first) == 10
+    for number in range(5000):
+        books.add([5], client=str(number), priority=number)
+        served(books)
+    assert len(books.scheduler._turns) < 200
+    assert len(books.scheduler._rounds) < 200
 
 
 def test_each_neighbour_keeps_a_page_to_grow_into(host: ModuleType) -> None:

@@ -120,15 +120,19 @@ QUEUE = [
         "scheduler.py",
         prompt_without_room_is_taken=("if limit <= prompt_len:", "if limit < prompt_len:"),
         last_come_first_served=(
-            "        heapq.heappush(self._waiting, (sequence.rank, sequence))\n\n    @property",
-            "        heapq.heappush(\n"
-            "            self._waiting, ((sequence.rank[0], -sequence.rank[1]), sequence)\n"
-            "        )\n\n    @property",
+            "((priority, sequence.turn, arrival), sequence)",
+            "((priority, -sequence.turn, -arrival), sequence)",
         ),
         live_ones_not_in_order=(
             "bisect.insort(self.live, sequence, key=_rank)",
             "self.live.append(sequence)",
         ),
+    ),
+    *broken(
+        "test_scheduler.test_a3_clients_of_one_priority_take_turns",
+        "scheduler.py",
+        clients_take_no_turns=("sequence.turn = max(", "sequence.turn = 0 * max("),
+        turns_of_the_past_count=("self._rounds.get(priority, 0), self._turns", "0, self._turns"),
     ),
     *broken(
         "test_scheduler.test_no_request_passes_one_that_does_not_fit",
@@ -355,8 +359,8 @@ GROWTH = [
         "scheduler.py",
         hidden_state_is_taken_up=("if self.layout.starts_over:", "if False:"),
         start_is_not_reset=(
-            "            sequence.start = sequence.prefix_len\n        heapq",
-            "            pass\n        heapq",
+            "            sequence.start = sequence.prefix_len\n        self._wait",
+            "            pass\n        self._wait",
         ),
     ),
     *broken(

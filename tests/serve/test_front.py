@@ -1,6 +1,7 @@
 """Proves the parts of the front one by one: pipe, mailboxes, frames, metrics, keys, admission."""
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 import json
@@ -457,6 +458,39 @@ def test_admission_counts_texts_that_wait():
         admission.ended(60.0)
     assert admission.retry_after(100, 1) == "30"
     assert admission.retry_after(0, 1) == "1"
+
+
+def test_a3_a_request_goes_before_others_only_as_the_operator_allows():
+    admission = Admission(Limits())
+    assert [admission.priority(asked) for asked in (None, -9, 0, 7)] == [0, 0, 0, 7]
+    admission = Admission(Limits(min_priority=-2))
+    assert [admission.priority(asked) for asked in (None, -9, 7)] == [0, -2, 7]
+
+
+def test_a3_places_are_kept_for_clients_without_a_text():
+    admission = Admission(Limits(max_waiting=80))
+    admission.check(71, 2, 1, False, has_open=True)
+    for texts, waiting in ((1, 70), (60, 20)):
+        with pytest.raises(Refusal, match="some places are kept") as raised:
+            admission.check(waiting + 2, 2, texts, False, has_open=True)
+        assert raised.value.status == 429
+        admission.check(waiting + 2, 2, texts, False, has_open=False)
+
+
+def test_a3_a_client_is_a_key_an_address_or_a_local_connection():
+    guard = Guard(("one", "two"), ())
+    basic = base64.b64encode(b"any name:two").decode()
+    said = ["Bearer one", "Bearer two", f"Basic {basic}"]
+    names = [
+        guard.check("/v1/models", {b"authorization": one.encode()}, ("::1", 1)) for one in said
+    ]
+    assert names[0] != names[1] == names[2]
+    guard = Guard((), ())
+    head = {b"host": b"localhost"}
+    peers = [("10.0.0.1", 1), ("10.0.0.1", 2), ("127.0.0.1", 1), ("127.0.0.1", 2), None]
+    names = [guard.check("/v1/models", head, peer) for peer in peers]
+    assert names[0] == names[1]
+    assert len(set(names)) == 4
 
 
 def test_the_dashboard_reads_metrics_that_exist():
