@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from dllm_jax.loading import contents
+
 Messages = Sequence[Mapping[str, Any]]
 
 _FOLDER = Path(__file__).parent / "chat_templates"
@@ -168,16 +170,26 @@ def render(
             '{"role": "user", "content": "..."}'
         )
     if template.shipped is not None:
+        turns = [_plain_turn(turn) for turn in turns]
         _check_plain(turns, template)
     _check_read(template_kwargs, template)
     goes_on = bool(template_kwargs.get("continue_final_message"))
     fields = {"add_generation_prompt": not goes_on, **template_kwargs}
     from dllm_jax.loading import templates  # Jinja takes long to import
 
-    try:
+    def fill(turns: Messages) -> str:
         return templates.fill(
             template.text, turns, **{**model.tokenizer.special_tokens_map, **fields}
         )
+
+    try:
+        return contents.rendered(fill, turns)
+    except contents.Lost as error:
+        role = _short(turns[error.place].get("role"))
+        raise ValueError(
+            f"the chat template of {template.whose} leaves out the text of message {error.place} "
+            f"(role {role}); leave the message out or give another chat_template"
+        ) from None
     except Exception as error:  # a template may raise anything
         raise ValueError(
             f"the chat template of {template.whose} does not take this conversation: "
@@ -207,6 +219,12 @@ def _is_base(source: str) -> bool:
     if path.parent.name == "snapshots":  # the hub's cache names a model two levels up
         path = path.parent.parent
     return re.search(r"(^|[-_. ])base($|[-_. ])", path.name, re.IGNORECASE) is not None
+
+
+def _plain_turn(turn: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose content is text, where it is text alone."""
+    text = contents.as_text(turn.get("content"))
+    return turn if text is None else {**turn, "content": text}
 
 
 def _check_plain(turns: Sequence[Mapping[str, Any]], template: Template) -> None:

@@ -48,6 +48,73 @@ def test_a_template_renders_as_transformers_renders_it(name, talk, reported):
     assert templates.fill(text, talk, **given) == wanted
 
 
+def _model(template):
+    def own(*_):
+        return template
+
+    reader = SimpleNamespace(
+        chat_template=template, get_chat_template=own, special_tokens_map={}, get_added_vocab=dict
+    )
+    family = SimpleNamespace(family="llama")
+    return SimpleNamespace(source="x", defaults=family, tokenizer=reader)
+
+
+_EACH = "{% for m in messages %}<{{ m.role }}>"
+_PARTS = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+FORMS = {
+    "texts": _EACH + "{{ m.content }}{% endfor %}",
+    "texts, added": _EACH + "{{ 'said: ' + m.content }}{% endfor %}",
+    "texts alone": _EACH + "{% if m.content is string %}{{ m.content }}{% endif %}{% endfor %}",
+    "parts": _EACH + _PARTS + "{% endfor %}",
+    "the first part": _EACH + "{{ m.content[0].text }}{% endfor %}",
+    "parts by name": _EACH + "{{ m.content[0]['text'] }}{% endfor %}",
+    "parts of users": _EACH + "{% if m.role != 'user' %}{{ m.content }}"
+    "{% else %}" + _PARTS + "{% endif %}{% endfor %}",
+    "both": _EACH + "{% if m.content is string %}{{ m.content }}{% else %}" + _PARTS + "{% endif %}"
+    "{% endfor %}",
+    "trimmed, in JSON": _EACH + "{{ m.content | trim | tojson }}{% endfor %}",
+    "system last": "{% for m in messages[1:] %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}"
+    "{% endfor %}<system>{{ messages[0].content | trim }}",
+}
+
+
+@pytest.mark.parametrize("given", ["texts", "parts"])
+@pytest.mark.parametrize("name", FORMS)
+def test_b8_a_template_shows_each_text_in_whichever_form_it_reads(name, given):
+    said = [" Be brief. ", "Oslo", "<think>hm</think>Oslo", "Oslo\nyou"]
+    roles = ["system", "user", "assistant", "user"]
+
+    def content(text):
+        parts = [{"type": "text", "text": line} for line in text.split("\n")]
+        return text if given == "texts" else parts
+
+    talk = [{"role": r, "content": content(s)} for r, s in zip(roles, said, strict=True)]
+    text = chat.render(_model(FORMS[name]), talk)
+    assert text.count("Oslo") == 3
+    assert "Be brief." in text
+    assert "you" in text
+    assert "'type'" not in text
+
+
+@pytest.mark.parametrize(
+    ("template", "place"),
+    [
+        ("{{ messages[-1].content }}", 0),
+        (_EACH + "{% if m.role != 'user' %}{{ m.content }}{% endif %}{% endfor %}", 1),
+        (_EACH + "{{ m.text }}{% endfor %}", 0),
+    ],
+)
+def test_b8_a_template_that_leaves_a_message_out_is_an_error(template, place):
+    """Also where the text of the message stands there by chance."""
+    talk = [{"role": role, "content": "user"} for role in ("system", "user", "assistant")]
+    with pytest.raises(ValueError, match=f"leaves out the text of message {place} ") as raised:
+        chat.render(_model(template), talk)
+    assert "\n" not in str(raised.value)
+    empty = [{"role": "system", "content": ""}, {"role": "assistant", "content": "I"}]
+    if place == 1:
+        assert chat.render(_model(template), empty)  # nothing is lost
+
+
 @pytest.mark.parametrize(
     "said", ["Yes,", "Yes, ", [{"type": "text", "text": "Yes,"}, {"type": "x"}]]
 )

@@ -640,10 +640,12 @@ def named(**templates):
 
 
 def test_one_of_several_templates_is_chosen_by_name_or_by_tools(model):
-    one = model("sdar", chat_template=named(default="plain", tool_use="{{ tools }}", rag="found"))
-    assert chat.render(one, ASK) == "plain"
-    assert chat.render(one, ASK, chat_template="rag") == "found"
-    assert chat.render(one, ASK, tools=[{"name": "f"}]) == "[{'name': 'f'}]"
+    said = "{{ messages[0].content }}"
+    each = {"default": "plain ", "tool_use": "{{ tools }}", "rag": "found "}
+    one = model("sdar", chat_template=named(**{name: text + said for name, text in each.items()}))
+    assert chat.render(one, ASK) == "plain Why?"
+    assert chat.render(one, ASK, chat_template="rag") == "found Why?"
+    assert chat.render(one, ASK, tools=[{"name": "f"}]) == "[{'name': 'f'}]Why?"
     with pytest.raises(
         ValueError, match=r"'nope' is neither Jinja nor one of .* default, rag, tool_use"
     ):
@@ -692,7 +694,7 @@ def test_a_template_that_refuses_is_one_line(model, template, reported):
         ({"content": "4"}, "message 1 has role None"),
         ({"role": "user"}, "message 1 has content=None; .* takes text"),
         (
-            {"role": "user", "content": [{"type": "text", "text": "4"}]},
+            {"role": "user", "content": [{"type": "text", "text": "4"}, {"type": "image"}]},
             "message 1 has content=.* text",
         ),
     ],
