@@ -5,10 +5,13 @@ The modules here take the model families as an argument. The public functions ar
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
+__path__ = [os.path.realpath(folder) for folder in __path__]  # not through a link: ADR 0016
+
 if __name__ == "checkpoints_convert":  # the same modules under the folder's name
-    from dllm_jax import share_modules
+    from dllm_jax.short_names import share_modules
 
     share_modules(__name__, "dllm_jax.convert")
 

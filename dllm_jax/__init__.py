@@ -6,10 +6,7 @@ folders `strategies`, `pallas_kernels` and `checkpoints_convert` (docs/adr/0016)
 """
 
 import importlib
-import importlib.machinery
-import importlib.util
-import sys
-import types
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -86,6 +83,13 @@ _HOMES = {
 }
 _FOLDERS = ("convert", "kernels", "strategies")
 
+for _folder in _FOLDERS:
+    if not os.path.isdir(os.path.join(os.path.dirname(__file__), _folder)):
+        raise ImportError(
+            f"dllm_jax/{_folder} is a link in git and no folder here; in a clone run `git config "
+            "core.symlinks true && git checkout -- dllm_jax`, or install the wheel instead"
+        )
+
 
 def __getattr__(name: str) -> Any:
     if name in _FOLDERS:
@@ -101,47 +105,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
-
-
-class _SameModules:
-    """Finds `strategies.multi_bd` as the module `dllm_jax.strategies.multi_bd`.
-
-    A finder and loader without the base classes of `importlib.abc`, which take 30 ms to import.
-    """
-
-    def __init__(self, name: str, target: str):
-        self._prefix, self._target = f"{name}.", f"{target}."
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname.startswith(self._prefix):
-            loader: Any = self
-            return importlib.machinery.ModuleSpec(fullname, loader)
-        return None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        module = importlib.import_module(self._real_name(spec.name))
-        spec.loader_state = module.__spec__
-        return module
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        # The import system has replaced the module's own spec by the one that was found here.
-        assert module.__spec__ is not None
-        module.__spec__ = module.__spec__.loader_state
-
-    def get_code(self, fullname: str) -> Any:
-        """The code that `python -m checkpoints_convert` runs."""
-        spec: Any = importlib.util.find_spec(self._real_name(fullname))
-        return spec.loader.get_code(spec.name)
-
-    def _real_name(self, fullname: str) -> str:
-        return self._target + fullname.removeprefix(self._prefix)
-
-
-def share_modules(name: str, target: str) -> None:
-    """Make the top-level package `name` the package `target`, so that each module exists once.
-
-    Called by the `__init__` of `strategies`, `pallas_kernels` and `checkpoints_convert` where they
-    are imported under those names.
-    """
-    sys.meta_path.insert(0, _SameModules(name, target))
-    sys.modules[name] = importlib.import_module(target)

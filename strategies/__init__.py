@@ -1,7 +1,11 @@
 """Decoding strategies: pure step functions over immutable block-buffer state."""
 
+import os
+
+__path__ = [os.path.realpath(folder) for folder in __path__]  # not through a link: ADR 0016
+
 if __name__ == "strategies":  # the same modules under the folder's name
-    from dllm_jax import share_modules
+    from dllm_jax.short_names import share_modules
 
     share_modules(__name__, "dllm_jax.strategies")
 
