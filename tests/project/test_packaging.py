@@ -9,6 +9,7 @@ import configparser
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -157,21 +158,101 @@ def test_wheel_works_where_there_is_no_checkout(installed, tmp_path):
 
 
 SAME_MODULES = """
-import strategies.multi_bd, pallas_kernels, checkpoints_convert
-import dllm_jax.strategies.testing
+import bdb, importlib, inspect, os, pickle, sys
+root, *order = sys.argv[1:]
+for name in order:
+    importlib.import_module(name)
+import strategies.core.driver, pallas_kernels, checkpoints_convert.rules
+import dllm_jax.kernels.layer.api, dllm_jax.strategies.multi_bd
 from dllm_jax import convert, kernels
 assert strategies is dllm_jax.strategies
 assert strategies.multi_bd is dllm_jax.strategies.multi_bd
+assert strategies.core.driver is sys.modules["dllm_jax.strategies.core.driver"]
 assert pallas_kernels is kernels
+assert sys.modules["pallas_kernels.layer.api"] is kernels.layer.api
 assert checkpoints_convert is convert
-assert strategies.MultiBD.__module__ == "dllm_jax.strategies.multi_bd"
+made = strategies.MultiBD
+assert made.__module__ == "dllm_jax.strategies.multi_bd"
+assert pickle.loads(pickle.dumps(made)) is made
+for module in (strategies.multi_bd, kernels.layer.api, checkpoints_convert.rules):
+    assert inspect.getfile(module) == os.path.realpath(module.__file__)
+    assert inspect.getfile(module).startswith(root), module
+names = [name for name in sys.modules if name.startswith(("strategies.", "pallas_kernels."))]
+assert len(names) > 30 and all(sys.modules[name].__name__ != name for name in names)
+
+class Stops(bdb.Bdb):
+    def user_line(self, frame):
+        stopped.append(frame.f_code.co_name)
+
+stopped, at = [], inspect.getsourcelines(made.step)[1] + 1
+debugger = Stops()
+debugger.set_break(os.path.join(root, os.path.relpath(inspect.getfile(made), root)), at)
+try:
+    debugger.runcall(made().step, None, None)
+except AttributeError:
+    pass
+assert "step" in stopped, stopped
 """
+ORDERS = (["strategies.multi_bd"], ["dllm_jax.strategies.multi_bd", "dllm_jax.convert"])
 
 
-def test_top_level_names_are_the_modules_of_dllm_jax(installed, tmp_path):
-    run_installed(installed, tmp_path, "-c", SAME_MODULES)
+@pytest.mark.long
+@pytest.mark.parametrize("order", ORDERS)
+def test_each_module_exists_once_in_either_order(order, tmp_path):
+    """Issue 47: each module exists once and names its real file, where a breakpoint is hit."""
+    run_installed(ROOT, tmp_path, "-c", SAME_MODULES, str(ROOT), *order)
+
+
+def test_top_level_names_are_the_modules_of_an_installed_wheel(installed, tmp_path):
+    run_installed(installed, tmp_path, "-c", SAME_MODULES, str(installed), *ORDERS[0])
     reported = run_installed(installed, tmp_path, "-m", "checkpoints_convert", "--help")
     assert "usage: python -m checkpoints_convert" in reported
+
+
+def git(folder, *words):
+    identity = ("-c", "user.name=tests", "-c", "user.email=tests@localhost")
+    done = subprocess.run(["git", *identity, *words], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_wheel_and_import_of_a_clone_without_links_name_the_remedy(tmp_path):
+    """Issue 47: links are text files after `git clone -c core.symlinks=false`."""
+    origin, clone = tmp_path / "origin", tmp_path / "clone"
+    caches = shutil.ignore_patterns("__pycache__", "builtin")
+    for folder in PACKAGES:
+        shutil.copytree(ROOT / folder, origin / folder, symlinks=True, ignore=caches)
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, origin)
+    git(origin, "init", "-q")
+    git(origin, "add", ".")
+    git(origin, "commit", "-q", "-m", "all")
+    git(tmp_path, "clone", "-q", "-c", "core.symlinks=false", str(origin), str(clone))
+    imports = [sys.executable, "-c", "import dllm_jax.strategies, dllm_jax.convert"]
+    wheel = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "."]
+    for command in (imports, wheel):
+        env = os.environ | {"PYTHONPATH": str(clone)}
+        done = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True)
+        assert done.returncode != 0
+        (said,) = re.findall("ImportError: (.*)", done.stderr)
+        assert said.startswith("dllm_jax/convert is a link in git and no folder here; ")
+    (remedy,) = re.findall("`(.*?)`", said)
+    subprocess.run(["bash", "-c", remedy], cwd=clone, check=True, capture_output=True)
+    run_installed(clone, tmp_path, *imports[1:])
+
+
+def test_an_editable_wheel_exposes_the_packages_alone(tmp_path):
+    """Issue 47: `pip install -e .` put the whole checkout on the path, `tests` as well."""
+    code = "import sys; from hatchling.build import build_editable; build_editable(sys.argv[1])"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    (built,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(built) as archive:
+        tops = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" not in name}
+        (finder,) = (name for name in tops if name.endswith(".py"))
+        (path,) = (name for name in tops if name.endswith(".pth"))
+        mapped = re.findall(r"map_module\('(\w+)'", archive.read(finder).decode())
+    assert mapped == ["dllm_jax"]
+    assert tops == {*LINKS, finder, path}
 
 
 SHADOWED = """
