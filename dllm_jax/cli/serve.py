@@ -80,6 +80,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="replace an engine process that died up to N times (default: exit with status 1)",
     )
     group.add_argument(
+        "--stall-timeout",
+        type=flags.number(0, 86400, open_low=True),
+        default=30.0,
+        metavar="S",
+        help="seconds without a step, while requests run, after which /health answers 503 "
+        "(default: %(default)g)",
+    )
+    group.add_argument(
         "--drain-timeout",
         type=flags.number(0, 86400),
         default=30.0,
@@ -268,6 +276,7 @@ def config_of(args: argparse.Namespace) -> "Config":
         open_metrics=args.open_metrics,
         vllm_metrics=not args.no_vllm_metrics,
         restart_engine=args.restart_engine,
+        stall_timeout=args.stall_timeout,
         drain_timeout=args.drain_timeout,
         log_format=args.log_format,
         limits=limits,

@@ -4,7 +4,10 @@ Importing the library changes no global setting.
 """
 
 import contextlib
+import functools
 import os
+import stat
+import sys
 import time
 import zlib
 from pathlib import Path
@@ -45,22 +48,45 @@ def cache_folder() -> Path:
 def enable_compile_cache() -> None:
     """Turn JAX's persistent compilation cache on, unless the user has set one up.
 
-    It stays off where the folder cannot be written: JAX would warn about each program.
+    It stays off where the folder cannot be written: JAX would warn about each program. A folder
+    that others may write is left unused, the user's choice too: its entries are code.
     """
     import jax
 
     # By name: the stubs of jax 0.10 do not list it.
-    if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
-        return
+    chosen = getattr(jax.config, "jax_compilation_cache_dir", None)
+    if chosen is not None:
+        if _is_ours(Path(chosen)):
+            return
+        jax.config.update("jax_compilation_cache_dir", None)
     folder = cache_folder()
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK) or not _is_ours(folder):
         return
     if getattr(jax.config, "jax_compilation_cache_max_size", -1) == -1 and _repair(folder):
         jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_S)
+
+
+@functools.cache
+def _is_ours(folder: Path) -> bool:
+    """Whether this user alone may write it, or it does not exist; else one line says so."""
+    try:
+        facts = folder.stat()
+    except OSError:
+        return True
+    if not hasattr(os, "getuid"):
+        return True
+    if facts.st_uid != os.getuid():
+        why = "it belongs to another user; choose another JAX_COMPILATION_CACHE_DIR"
+    elif facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        why = f"others may write it; run chmod go-w {folder}"
+    else:
+        return True
+    print(f"note: compiled programs are not kept in {folder}: {why}", file=sys.stderr, flush=True)
+    return False
 
 
 def _unpacks(entry: Path) -> bool:

@@ -24,13 +24,17 @@ from dllm_jax.serve.service import Service
 async def health(service: Service, call: Call) -> Any:
     """`/health`: the state, and how many programs are there while some are missing."""
     engine, body = service.engine, {"status": service.engine.state}
+    stalled_s = engine.stalled_s
+    is_stalled = engine.state in ("ready", "draining") and stalled_s > service.config.stall_timeout
+    if is_stalled:
+        body |= {"status": "stalled", "seconds": round(stalled_s)}
     if engine.progress is not None:
         done, of = engine.progress
         if engine.state == "starting" or (engine.state == "ready" and done < of):
             body |= {"done": done, "of": of}
     if engine.reason is not None:
         body["reason"] = engine.reason
-    return Json(body, status_code=200 if engine.state == "ready" else 503)
+    return Json(body, status_code=200 if body["status"] == "ready" else 503)
 
 
 async def live(service: Service, call: Call) -> Any:
@@ -44,9 +48,11 @@ async def metrics(service: Service, call: Call) -> Any:
     engine, registry = service.engine, service.metrics
     if engine.facts is not None:
         registry.describe(engine.facts)
-    for name in ("failures", "restarts"):
-        counter = f"dllm_engine_{name}_total"
-        total = getattr(engine, f"num_{name}")
+    for counter, total in (
+        ("dllm_engine_failures_total", engine.num_failures),
+        ("dllm_engine_restarts_total", engine.num_restarts),
+        ("dllm_log_lines_dropped_total", service.log.num_dropped),
+    ):
         registry.count(counter, total - registry.counted(counter))
     return Response(registry.text(engine.state), media_type=CONTENT_TYPE)
 

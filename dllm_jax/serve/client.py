@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -21,6 +22,8 @@ from dllm_jax.serve.pipe import Counts, Delta, Facts, Usage
 from dllm_jax.serve.refusals import Refusal
 from dllm_jax.serve.text import TextSide
 
+END_S, KILLED_S = 0.2, 60.0  # for a process to end by itself, and after SIGKILL
+LAST_LINES_S = 1.0  # for what it wrote before
 State = Literal["starting", "ready", "draining", "failed"]
 _CHILD = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -196,6 +199,25 @@ class _End(asyncio.Protocol):
         self.turns.put_nowait(None)
 
 
+class _Lines(asyncio.Protocol):
+    """What the engine writes to its standard error goes to ours, which holds nobody up.
+
+    Attributes:
+        ended: Nothing more will come.
+    """
+
+    def __init__(self):
+        self.ended = asyncio.Event()
+
+    def data_received(self, data: bytes) -> None:
+        """Lines, or parts of them."""
+        print(data.decode("utf-8", "replace"), end="", file=sys.stderr, flush=True)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has ended."""
+        self.ended.set()
+
+
 class EngineClient:
     """The engine process as the front sees it.
 
@@ -227,6 +249,8 @@ class EngineClient:
         self._transport: asyncio.Transport | None = None
         self._unsent: list[bytes] = []
         self._task: asyncio.Task[None] | None = None
+        self._lines = _Lines()
+        self._moved_s = 0.0
         self._is_ready = False
         self.is_draining = False
         self.progress: tuple[int, int] | None = None
@@ -267,16 +291,24 @@ class EngineClient:
         """The engine's process id."""
         return None if self._process is None else self._process.pid
 
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the engine was seen to work, while it has requests."""
+        return time.monotonic() - self._moved_s if self.has_open else 0.0
+
     def start(self) -> None:
         """Spawn the engine; returns at once. Call it from the main thread."""
+        told, tells = os.pipe()
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         paths = json.dumps([path or os.getcwd() for path in sys.path])
         command = [sys.executable, "-c", _CHILD, paths, str(theirs.fileno()), str(os.getpid())]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=tells)
         theirs.close()
+        os.close(tells)
         self._is_ready, self.progress = False, None
-        self._task = asyncio.get_running_loop().create_task(self._serve(ours))
+        self._lines = _Lines()
+        self._task = asyncio.get_running_loop().create_task(self._serve(ours, told))
 
     def submit(
         self,
@@ -300,6 +332,7 @@ class EngineClient:
         box.client = client
         add = pipe.Add(box.id, prompts, params, stream, denoise, deadline_s, priority, client)
         self._send(add)
+        self._begin()
         self._boxes[box.id] = box
         self._num_texts += box.num_open
         return box
@@ -314,12 +347,18 @@ class EngineClient:
         number = next(self._ids)
         reads = [(text.ids, text.prompt_len, text.rows, text.labels) for text in texts]
         self._send(pipe.Ask(number, reads, client))
+        self._begin()
         answer = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         try:
             return await answer
         finally:
             del self._asked[number]
+
+    def _begin(self) -> None:
+        """A request is handed over."""
+        if not self.has_open:
+            self._moved_s = time.monotonic()
 
     def release(self, box: Mailbox) -> None:
         """Forget a request; what of it runs is aborted."""
@@ -354,6 +393,9 @@ class EngineClient:
                     await asyncio.to_thread(self._process.wait, self._launch.grace_s)
             self._process.kill()
             self._process.wait()
+        if self._process is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._lines.ended.wait(), LAST_LINES_S)
         if self.text is not None:
             self.text.close()
 
@@ -375,12 +417,17 @@ class EngineClient:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(b"".join(unsent))
 
-    async def _serve(self, sock: socket.socket) -> None:
-        """Read until the engine ends, then say so or start another."""
+    async def _serve(self, sock: socket.socket, told: int) -> None:
+        """Read until the engine ends, then say so or start another.
+
+        Args:
+            told: The end of a pipe from its standard error.
+        """
         failed: pipe.Failed | None = None
         end = _End(self._take)
         try:
             loop = asyncio.get_running_loop()
+            await loop.connect_read_pipe(lambda: self._lines, os.fdopen(told, "rb", 0))
             self._transport, _ = await loop.create_connection(lambda: end, sock=sock)
             self._transport.write(pipe.frame(self._launch))
             while (message := await end.turns.get()) is not None:
@@ -398,6 +445,8 @@ class EngineClient:
         await self._end(failed)
 
     def _take(self, message: Any) -> None:
+        if not isinstance(message, pipe.Moved) or message.deltas or message.counts != self.counts:
+            self._moved_s = time.monotonic()
         if isinstance(message, pipe.Moved):
             for delta in message.deltas:
                 if (box := self._boxes.get(delta.id)) is not None:
@@ -436,12 +485,8 @@ class EngineClient:
         self.num_failures += 1
         self.counts = Counts()
         self._on_counts(self.counts)
-        status = None
-        for _ in range(20):  # it closes the socket as it ends
-            if (status := process.poll()) is not None:
-                break
-            await asyncio.sleep(0.01)
-        else:
+        status = await _ended(process, END_S)  # it closes the socket as it ends
+        if status is None:
             process.kill()
         reason = f"the engine process {_how(status)}" if failed is None else failed.message
         said = reason if failed is None else "the engine has failed; the server's log says why"
@@ -454,9 +499,20 @@ class EngineClient:
             self._restarts_left -= 1
             self.num_restarts += 1
             print(f"engine: {reason}; starting another", file=sys.stderr, flush=True)
-            self.start()
-        else:
-            self.over.set()
+            if await _ended(process, KILLED_S) is not None:  # else it may still hold the device
+                self.start()
+                return
+            self.failure = f"the engine process {process.pid} does not end after SIGKILL"
+            self.reason = "the engine process does not end"
+        self.over.set()
+
+
+async def _ended(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """The status of a process, once it has ended; None: it has not within so long."""
+    until = time.monotonic() + seconds
+    while (status := process.poll()) is None and time.monotonic() < until:
+        await asyncio.sleep(0.01)
+    return status
 
 
 def _refusal(told: pipe.Refused) -> Refusal | RequestFailed:

@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from io import TextIOBase
 from typing import Any, TextIO
 
 import msgspec
@@ -75,9 +76,14 @@ class Log:
         form: "json", "text" or "none".
     """
 
-    def __init__(self, form: str = "text", to: TextIO | None = None):
+    def __init__(self, form: str = "text", to: TextIO | TextIOBase | None = None):
         self._form, self._to = form, to
         self._requests: list[RequestLine] = []
+
+    @property
+    def num_dropped(self) -> int:
+        """Lines that found no room."""
+        return getattr(self._to, "num_dropped", 0)
 
     def line(self, event: str, level: str = "info", **fields: Any) -> None:
         """Write a line."""
@@ -100,13 +106,18 @@ class Log:
             self._write(lines)
 
     def _write(self, lines: Sequence[Any]) -> None:
-        if self._form == "json":
-            text = _ENCODER.encode_lines(lines).decode()
-        else:
-            text = "".join(map(_plain, lines))
         to = self._to or sys.stderr
-        to.write(text)
+        to.write(self._text(lines))
         to.flush()
+
+    def _text(self, lines: Sequence[Any]) -> str:
+        if self._form == "json":
+            return _ENCODER.encode_lines(lines).decode()
+        return "".join(map(_plain, lines))
+
+    def dropped(self, number: int) -> str:
+        """The line that says how many lines found no room."""
+        return self._text([{"ts": _now(), "level": "warning", "event": "dropped", "lines": number}])
 
     def error(self, error: BaseException, request_id: str) -> None:
         """Say where an error was raised; its message may hold a prompt, so only its type."""

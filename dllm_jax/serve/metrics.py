@@ -43,6 +43,7 @@ HELP = {
     "dllm_request_faults_total": "Exceptions in the engine that ended one request each.",
     "dllm_engine_failures_total": "Engine processes that ended.",
     "dllm_engine_restarts_total": "Engine processes that were replaced.",
+    "dllm_log_lines_dropped_total": "Lines that standard error had no room for.",
     "dllm_request_success_total": "Texts that ended, by reason.",
     "dllm_http_requests_total": "Answers by route and status.",
     "dllm_decisions_total": "Questions answered by /v1/decisions.",

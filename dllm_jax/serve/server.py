@@ -22,8 +22,10 @@ import uvloop
 from dllm_jax.serve.app import application
 from dllm_jax.serve.client import EngineClient
 from dllm_jax.serve.limits import IDLE_SECONDS
+from dllm_jax.serve.logs import Log
 from dllm_jax.serve.protocol import close_overdue, limited
 from dllm_jax.serve.service import Config, Service
+from dllm_jax.serve.stderr import Stderr
 
 DONE, FAILED, BAD_USAGE, SIGNALLED = 0, 1, 2, 128
 FLUSH_SECONDS = 1.0  # for error events and a last /health to get out
@@ -60,12 +62,18 @@ def bind(host: str, port: int) -> socket.socket:
 def run(config: Config, sock: socket.socket) -> int:
     """Serve on a bound socket; the exit status."""
     sys.setswitchinterval(SWITCH_S)
-    return uvloop.run(_run(config, sock))
+    fd = -1 if sys.stderr is None else sys.stderr.fileno()
+    stderr = Stderr(fd, Log(config.log_format).dropped)
+    with contextlib.redirect_stderr(stderr):
+        try:
+            return uvloop.run(_run(Service(config, Log(config.log_format, stderr)), sock))
+        finally:
+            stderr.drain(FLUSH_SECONDS)
 
 
-async def _run(config: Config, sock: socket.socket) -> int:
+async def _run(service: Service, sock: socket.socket) -> int:
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # `Gate` answers and logs
-    service = Service(config)
+    config = service.config
     engine, stop = service.engine, _Stop(service.engine)
     engine.start()
     server = _Server(

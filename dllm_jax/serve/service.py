@@ -29,6 +29,7 @@ class Config:
         allowed_origins: Web origins whose pages may call (CORS).
         open_metrics: /metrics needs no key.
         restart_engine: How often an engine that was ready is replaced when it ends.
+        stall_timeout: Seconds without a step, while requests run, after which /health says so.
         drain_timeout: Seconds that running requests get after the first signal.
     """
 
@@ -43,6 +44,7 @@ class Config:
     open_metrics: bool = False
     vllm_metrics: bool = True
     restart_engine: int = 0
+    stall_timeout: float = 30.0
     drain_timeout: float = 30.0
     log_format: str = "text"
     limits: Limits = dataclasses.field(default_factory=Limits)

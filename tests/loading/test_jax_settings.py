@@ -159,3 +159,28 @@ def test_a_folder_that_cannot_be_locked_is_used_without(monkeypatch, what):
     (entry,) = entries().values()
     turn_on()
     assert entry.exists()
+
+
+@pytest.mark.parametrize("is_chosen", [True, False], ids=["chosen", "usual"])
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777, 0o702, "another user's"])
+def test_item_5_a_folder_that_others_may_write_is_not_used(
+    monkeypatch, tmp_path, capfd, mode, is_chosen
+):
+    folder = tmp_path / "shared" if is_chosen else cache_folder()
+    folder.mkdir(parents=True)
+    if mode == "another user's":
+        monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    else:
+        folder.chmod(mode)
+    jax.config.update("jax_compilation_cache_dir", str(folder) if is_chosen else None)
+    for _ in range(2):
+        enable_compile_cache()
+        used = jax.config.jax_compilation_cache_dir
+        assert used == (str(cache_folder()) if is_chosen and mode != "another user's" else None)
+        if used is not None:
+            assert cache_folder().stat().st_mode & 0o77 == 0
+    notes = [line for line in capfd.readouterr().err.splitlines() if str(folder) in line]
+    assert len(notes) == 1
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "new"))
+    enable_compile_cache()  # one that does not exist yet is the user's
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "new")

@@ -125,6 +125,7 @@ def make(settings, progress):
     progress(1, 2)
     time.sleep(settings.get("slow", 0))
     if settings.get("broken"):
+        print("a line of the engine's own", file=sys.stderr)
         raise ValueError("the script does not start; mend it")
     facts = Facts(
         source="scripted",

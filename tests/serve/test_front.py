@@ -5,9 +5,11 @@ import base64
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import socket
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,12 +18,12 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from dllm_jax.serve import limits, pipe
+from dllm_jax.serve import client, limits, pipe
 from dllm_jax.serve.answers import Form, Window
 from dllm_jax.serve.app import application
 from dllm_jax.serve.auth import Guard
 from dllm_jax.serve.child import Outbox
-from dllm_jax.serve.client import EngineGone, Mailbox
+from dllm_jax.serve.client import EngineClient, EngineGone, Mailbox
 from dllm_jax.serve.limits import Admission, Limits
 from dllm_jax.serve.logs import Log
 from dllm_jax.serve.metrics import BUCKETS, HELP, Metrics
@@ -30,6 +32,7 @@ from dllm_jax.serve.protocol import limited
 from dllm_jax.serve.refusals import Refusal
 from dllm_jax.serve.server import is_open
 from dllm_jax.serve.service import Config, Service
+from dllm_jax.serve.stderr import Stderr
 from dllm_jax.serve.stream import ClientGone, EventStream
 from tests.serve.scripted import HANGS
 
@@ -105,6 +108,64 @@ def test_item_3_clients_read_no_text_of_an_exception():
         assert b"prompt" not in one.sent.replace(b"prompt_tokens", b"")
 
     asyncio.run(run())
+
+
+def test_item_5_a_failed_engine_has_ended_before_another_starts(monkeypatch, capsys):
+    monkeypatch.setattr(client, "END_S", 0.05)
+
+    async def run(process, killed_s):
+        monkeypatch.setattr(client, "KILLED_S", killed_s)
+        engine, started = EngineClient(pipe.Launch("a:b", {}), 1), []
+        engine._process, engine._is_ready = process, True
+        monkeypatch.setattr(engine, "start", lambda: started.append(process.returncode))
+        await engine._end(pipe.Failed("it says so"))
+        return engine, started
+
+    engine, started = asyncio.run(run(subprocess.Popen(["sleep", "60"]), 20.0))
+    assert (started, engine.state, engine.over.is_set()) == ([-9], "starting", False)
+    held = SimpleNamespace(poll=lambda: None, kill=lambda: None, pid=7)  # in a driver, say
+    engine, started = asyncio.run(run(held, 0.05))
+    assert (started, engine.state, engine.over.is_set()) == ([], "failed", True)
+    assert "7 does not end" in engine.failure
+
+
+def test_item_5_an_unread_pipe_drops_lines_and_stops_nothing():
+    read, write = os.pipe()
+    stderr = Stderr(write, Log("json").dropped)
+    log = Log("json", stderr)
+    started, num = time.monotonic(), 30_000
+    for i in range(num):
+        log.line("request", number=i)
+    assert time.monotonic() - started < 20
+    assert 0 < log.num_dropped < num
+    found = b""
+    while found.count(b"\n") < num - log.num_dropped + 1:
+        found += os.read(read, 1 << 20)
+    *lines, last = map(json.loads, found.splitlines())
+    assert [line["number"] for line in lines] == list(range(len(lines)))
+    assert (last["event"], last["lines"]) == ("dropped", log.num_dropped)
+    assert len(lines) + log.num_dropped == num
+    os.close(read)  # the reader has gone
+    before = log.num_dropped
+    log.line("request")
+    stderr.drain(20)
+    assert log.num_dropped == before + 1
+    os.close(write)
+
+
+def test_item_5_a_full_disk_drops_lines_and_stops_nothing():
+    with open("/dev/full", "w") as full:
+        stderr = Stderr(full.fileno(), Log("text").dropped)
+        log = Log("text", stderr)
+        for i in range(5):
+            log.line("request", number=i)
+        stderr.drain(20)
+        assert log.num_dropped == 5
+    registry = Service(Config(model="m", launch=pipe.Launch("a:b", {}), version="0"), log)
+    one, scope = Connection(), {"type": "http", "method": "GET", "path": "/metrics"}
+    scope |= {"headers": [(b"host", b"localhost")], "dllm.connection": one}
+    asyncio.run(application(registry)(scope, None, one.send))
+    assert b'dllm_log_lines_dropped_total{model="m"} 5' in one.sent
 
 
 def test_item_3_a_server_for_others_without_a_key_is_warned_of():

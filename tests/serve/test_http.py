@@ -418,7 +418,9 @@ def test_states_while_the_engine_starts(tmp_path):
 def test_an_engine_that_does_not_start_is_exit_1(tmp_path):
     with scripted(tmp_path, settings={"broken": True}, restart_engine=3) as server:
         assert server.process.wait(20) == 1
-        assert "error: the script does not start; mend it" in server.log.read_text()
+        own, error = server.log.read_text().splitlines()[-2:]
+        assert own == "a line of the engine's own"
+        assert error == "error: the script does not start; mend it"
 
 
 def test_the_death_of_the_engine(tmp_path):
@@ -455,8 +457,19 @@ def test_a_request_that_ends_the_engine_ends_with_an_error(tmp_path):
 
 
 def test_an_engine_is_replaced(tmp_path):
-    with scripted(tmp_path, restart_engine=1) as server:
+    with scripted(tmp_path, restart_engine=1, stall_timeout=0.3) as server:
         assert server.chat(max_tokens=64)[0] == 200
+        with server.open(CHAT, LONG):  # issue 45, item 5: a stopped engine is seen
+            assert within(20, lambda: not idle(server))
+            time.sleep(0.5)
+            assert server.get("/health")[1]["status"] == "ready"  # it steps, if without a text
+            os.kill(server.child(), signal.SIGSTOP)
+            assert within(20, lambda: server.get("/health")[1]["status"] == "stalled")
+            status, reported, _ = server.get("/health")
+            assert (status, server.get("/live")[0]) == (503, 200)
+            assert reported["seconds"] >= 0
+            os.kill(server.child(), signal.SIGCONT)
+            assert within(20, lambda: server.get("/health")[0] == 200)
         tokens = server.metric("dllm_generation_tokens_total")
         os.kill(server.child(), signal.SIGKILL)
         assert within(20, lambda: server.get("/health")[0] == 503)
