@@ -147,7 +147,7 @@ def family_strategy(model: Model, name: str, **overrides: Any) -> Any:
         fields["block_size"] = defaults.block_size
     if name == defaults.strategy:
         fields |= {"buffer_size": defaults.buffer_size, **dict(defaults.numbers)}
-        for key in ("edit_threshold", "remasking", "block_length"):
+        for key in ("edit_threshold", "remasking", "block_length", "append"):
             if (value := getattr(defaults, key)) is not None:
                 fields[key] = value
     known = {k: v for k, v in fields.items() if hasattr(plain, k)}

@@ -268,6 +268,7 @@ def _families() -> dict[str, str]:
                 *([] if row.edit_threshold is None else [f"edit {row.edit_threshold:g}"]),
                 *([] if row.remasking is None else [f"remasking {row.remasking}"]),
                 *([] if row.block_length is None else [f"text in blocks of {row.block_length}"]),
+                *(["appended"] if row.append else []),
                 f"temperature {row.temperature:g}",
                 *([] if row.top_p is None else [f"top-p {row.top_p:g}"]),
                 f"trained {row.attention}{', shifted' if row.shift else ''}",

@@ -11,7 +11,7 @@ from dllm_jax.convert.config.fields import Fields
 from dllm_jax.models.family_table import BLOCK_ROUTED, Decoding, Family
 
 _FIELDS = {field.name: field.type for field in dataclasses.fields(Decoding)}
-_NOT_OURS = ("family", "remasking", "block_length", "attention", "alternatives")
+_NOT_OURS = ("family", "remasking", "block_length", "append", "attention", "alternatives")
 # Settings that a config.json of ours may carry under "dllm_jax", with their types.
 _OURS: dict[str, Any] = {
     name: (*get_args(kind), kind)[0] for name, kind in _FIELDS.items() if name not in _NOT_OURS

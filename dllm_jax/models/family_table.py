@@ -28,7 +28,7 @@ class Decoding:
         block_size: Tokens of a block; 1 for an autoregressive model.
         buffer_size: Blocks in the window.
         edit_threshold: Threshold of a strategy that edits; None is the strategy's own default.
-        remasking, block_length: Settings of `full_sequence`; None is its own default.
+        remasking, block_length, append: Settings of `full_sequence`; None is its own default.
         temperature, top_p: Defaults of requests without sampling parameters.
         attention: Attention mask of training: all positions, those before, or those of the same
             block and before. "d2f": blocks behind a prompt with full attention.
@@ -46,6 +46,7 @@ class Decoding:
     edit_threshold: float | None = None
     remasking: str | None = None
     block_length: int | None = None
+    append: bool | None = None
     temperature: float = 0.0
     top_p: float | None = None
     attention: Attention = "block_causal"
@@ -166,6 +167,7 @@ def with_d2f_adapter(defaults: FamilyDefaults) -> FamilyDefaults:
         top_p=None,
         remasking=None,
         block_length=None,
+        append=None,
         attention="d2f",
         alternatives=(),
     )
@@ -419,13 +421,14 @@ FAMILIES = (
             (128009, "<|eot_id|>"),
         ),
     ),
-    # GSAI-ML/iLLaDA-8B-Base, -Instruct. Neither config nor tokenizer marks the mask.
+    # GSAI-ML/iLLaDA-8B-Base, -Instruct. No file marks the mask; blocks are appended to the text.
     Family(
         family="illada",
         architecture="ILLaDAForCausalLM",
         model_types=("illada",),
         layers=Layers(rms_only=True),
-        **_AS_LLADA,
+        **{**_AS_LLADA, "buffer_size": 64},
+        append=True,
         mask_token_id=5,
         mask_tokens=("<[MASK]>",),
         stop_tokens=((2, "<[end▁of▁sentence]>"),),

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from . import blocks, random, remasking
+from . import blocks, random
 from .forward import Forward, ForwardOutput
 from .remasking import TextBlock
 from .state import RUNNING, DecodeState
@@ -108,11 +108,11 @@ def run_narrow(
     Store outside: a pool that two branches write would be copied.
 
     Args:
-        widths: Ascending widths to choose from; those the window does not exceed are left out.
+        widths: Widths to choose from; those the window does not exceed are left out.
         **options: Further arguments of `forward`.
     """
     B, K, S = live.shape
-    widths = tuple(width for width in widths if width < K * S)
+    widths = tuple(sorted({width for width in widths if width < K * S}))
 
     def pass_of(width: int | None) -> Callable[[], ForwardOutput]:
         return lambda: forward(state, live=live, width=width, **options)
@@ -130,6 +130,7 @@ def run_text(
     state: DecodeState,
     block: TextBlock,
     is_new: Bool[Array, " B"],
+    text: Bool[Array, "B K S"],
     *,
     alone: bool,
     widths: tuple[int, ...],
@@ -143,11 +144,12 @@ def run_text(
     Args:
         block: The block of the text that is being filled.
         is_new: Rows whose block begins with this forward.
+        text: The cells of the text, and those that will be.
         alone: Later forwards run the block alone, and see what is behind it as stored, too.
         widths: As of `run_narrow`.
         visible: As of `Forward`.
     """
-    text, positions = remasking.text_cells(state), state.buffer.positions
+    positions = state.buffer.positions
     # In a shifted model the cell before the block predicts its first one.
     part = text & (positions >= block.begin[:, None, None] - int(forward.shift))
     if alone:

@@ -10,6 +10,7 @@ not a block of the window. A hole is any cell before the request's limit that is
 Source: LLaDA (arXiv 2502.09992), `generate.py`; Dream (arXiv 2508.15487), `diffusion_generate`.
 """
 
+import functools
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -88,6 +89,40 @@ def count(
         "step": jnp.where(is_new, 0, slot["step"] + 1),
     }
     return state.replace(carry=state.carry.replace(slot=now)), is_new
+
+
+def next_of(
+    phrase: tuple[int, ...], state: DecodeState, holes: Bool[Array, "B K S"]
+) -> tuple[Int[Array, "B K S"], Float[Array, "B K S"]]:
+    """The id with which the leftmost hole would go on with `phrase`, and how far the text is.
+
+    Returns:
+        For each cell the id that follows what of the phrase stands before it, the first if nothing
+        does. At the leftmost of `holes` the share of the limit up to and with it, 0 elsewhere and
+        where the text holds the phrase.
+
+    Source: iLLaDA, the boost that ends its thoughts.
+    """
+    buffer, count = state.buffer, len(phrase)
+    number = buffer.positions - buffer.prompt_len[:, None, None] + 1  # of a cell in the text
+    text = jnp.where(buffer.filled & (number > 0), buffer.tokens, -1).reshape(len(holes), -1)
+    padded = jnp.pad(text, ((0, 0), (count, 0)), constant_values=-1)
+
+    def stands(known: int) -> Bool[Array, "B W"]:
+        """Whether the first `known` ids of the phrase stand right before a cell."""
+        cells = (padded[:, count - known + m :][:, : text.shape[1]] for m in range(known))
+        return functools.reduce(
+            jnp.logical_and, (cell == token for cell, token in zip(cells, phrase, strict=False))
+        )
+
+    ids = jnp.full_like(text, phrase[0])
+    for known in range(1, count):
+        ids = jnp.where(stands(known), phrase[known], ids)
+    flat = holes.reshape(text.shape)
+    leftmost = (flat & (jnp.cumsum(flat, axis=1) == 1)).reshape(holes.shape)
+    goes_on = leftmost & ~jnp.any(stands(count), axis=1)[:, None, None]
+    share = number / jnp.maximum(buffer.limit - buffer.prompt_len, 1)[:, None, None]
+    return ids.reshape(holes.shape), jnp.where(goes_on, jnp.clip(share, 0, 1), 0)
 
 
 # --- how many -------------------------------------------------------------------------------------
@@ -191,12 +226,27 @@ def scores(
 
 
 def best_cells(
-    score: Float[Array, "B K S"], count: Int[Array, " B"], among: Bool[Array, "B K S"]
+    score: Float[Array, "B K S"],
+    count: Int[Array, " B"],
+    among: Bool[Array, "B K S"],
+    width: int | None = None,
 ) -> Bool[Array, "B K S"]:
-    """The `count` best-scored cells of the whole window, ties to the lowest position."""
-    B = among.shape[0]
-    best = sampling.top_n(score.reshape(B, 1, -1), count[:, None], among.reshape(B, 1, -1))
-    return best.reshape(among.shape)
+    """The `count` best-scored cells of the whole window, ties to the lowest position.
+
+    Args:
+        width: All of `among` lie within so many cells; then only these are compared in pairs.
+    """
+    B, size = len(among), among[0].size
+    flat, among = score.reshape(B, size), among.reshape(B, size)
+    if width is None or width >= size:
+        return sampling.top_n(flat[:, None], count[:, None], among[:, None]).reshape(score.shape)
+    first = jnp.minimum(jnp.argmax(among, axis=1), size - width)[:, None]
+    cell = first + jnp.arange(width)[None]
+    near = (jnp.take_along_axis(x, cell, axis=1)[:, None] for x in (flat, among))
+    best = sampling.top_n(next(near), count[:, None], next(near))[:, 0]
+    place = jnp.arange(size)[None] - first
+    held = jnp.take_along_axis(best, jnp.clip(place, 0, width - 1), axis=1)
+    return (held & (place >= 0) & (place < width)).reshape(score.shape)
 
 
 # --- both -----------------------------------------------------------------------------------------
@@ -233,4 +283,4 @@ def fill(
         least = jnp.asarray(at_slot(accept_threshold) < 1).astype(jnp.int32)
         number = jnp.maximum(timestep_quota(left, forwards, step), least)
     noise = random.uniforms(state, _ORDER_STREAM) if rule == "random" else None
-    return best_cells(scores(rule, stats, noise), number, holes)
+    return best_cells(scores(rule, stats, noise), number, holes, block_length)

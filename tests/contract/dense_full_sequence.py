@@ -24,6 +24,10 @@ def decode_full_sequence(
     block_length: int | None = None,
     cfg_scale: float = 0.0,
     cache: str | None = None,
+    append: bool = False,
+    end_think: tuple[int, ...] = (),
+    end_think_boost: float = 0.0,
+    end_think_power: float = 3.0,
 ) -> Truth:
     """`log` says how each forward ran: "full", or "part" of the cells over frozen keys."""
     truth, length = Truth(), len(request.prompt)
@@ -39,18 +43,24 @@ def decode_full_sequence(
         frozen, step = None, 0
         while None in x[begin:end]:
             inputs = [net.mask if cell is None else cell for cell in x]
+            if append:  # later cells do not exist
+                inputs = inputs[: max(end, *(p + 1 for p in range(len(x)) if x[p] is not None))]
             if cache is None or frozen is None:
                 logits, frozen = whole(net, inputs), inputs
                 truth.log.append("full")
             else:
                 first = begin - 1 if net.shift else begin
-                logits = part(net, frozen, inputs, first, end if cache == "dual" else len(x))
+                logits = part(net, frozen, inputs, first, end if cache == "dual" else len(inputs))
                 truth.log.append("part")
             if cfg_scale:
                 hidden = [c if p in wanted else net.mask for p, c in enumerate(inputs)]
                 others = whole(net, hidden)
                 logits = {p: others[p] + (1 + cfg_scale) * (logits[p] - others[p]) for p in logits}
             holes = [p for p in range(begin, end) if x[p] is None]
+            if end_think_boost:
+                token, done = toward_end(x, holes[0], length, request.limit, end_think)
+                logits[holes[0]] = np.array(logits[holes[0]])
+                logits[holes[0]][token] += end_think_boost * done**end_think_power
             laws = {p: net.law(logits[p]) for p in holes}
             drawn = {p: drawn_of(laws[p], p, request, truth.nfe, remasking) for p in holes}
             if remasking == "origin":
@@ -72,6 +82,18 @@ def decode_full_sequence(
             if truth.see(text[: text.index(None) if None in text else None], request):
                 return truth
     raise AssertionError("the text is full and the request goes on")
+
+
+def toward_end(
+    x: Sequence[int | None], at: int, length: int, limit: int, phrase: tuple[int, ...]
+) -> tuple[int, float]:
+    """The id of the phrase that a hole would go on with, and the share of the text up to it."""
+    text, size = list(x[length:]), len(phrase)
+    if any(text[i : i + size] == list(phrase) for i in range(len(text))):
+        return phrase[0], 0.0
+    before = text[: at - length]
+    known = max(n for n in range(size) if before[len(before) - n :] == list(phrase[:n]))
+    return phrase[known], (at - length + 1) / (limit - length)
 
 
 def quota(remasking: str, at_begin: int, left: int, steps: int, step: int) -> int:

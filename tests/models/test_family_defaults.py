@@ -139,6 +139,8 @@ def test_fast_dllm_v2_decodes_as_its_card_says():
 def test_models_of_full_attention_decode_as_their_cards_say(dream):
     llada = api_strategy.resolve_strategy(tiny("llada", max_sequence_length=4096), None)
     assert llada == FullSequence(block_length=32)
+    illada = api_strategy.resolve_strategy(tiny("illada", max_position_embeddings=8192), None)
+    assert illada == FullSequence(block_length=32, append=True, buffer_size=64)
     chosen = api_strategy.resolve_strategy(dream, None)
     assert chosen == FullSequence(remasking="entropy", buffer_size=8)
     assert api_strategy.default_params(dream, chosen) == USUAL

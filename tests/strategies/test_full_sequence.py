@@ -230,6 +230,28 @@ def test_a_prefix_cache_runs_the_rest_of_the_text() -> None:
     assert compare_passes(strategies, "prefix", 40) == {10, 20, S * K}
 
 
+def test_48_4_a_pass_is_as_wide_as_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 4,096 cells a step with 300 live runs the rows that a window of 512 runs."""
+    widths: list[int | None] = []
+    call = strategies.testing.script._ScriptedForward.__call__
+
+    def recorded(self: Any, state: Any, **options: Any) -> Any:
+        jax.debug.callback(lambda: widths.append(options.get("width")), ordered=True)
+        return call(self, state, **options)
+
+    monkeypatch.setattr(strategies.testing.script._ScriptedForward, "__call__", recorded)
+    how = {"block_length": 32, "append": True, "steps": 1, "block_size": 32}
+    token, prob = np.full((8, 4096), 1, np.int32), np.full((8, 4096), 0.2, np.float32)
+    given = {"mask_id": MASK, "vocab_size": VOCAB, "max_nfe": 8}
+    for buffer_size, narrow in ((16, None), (128, 512)):
+        strategy = strategies.FullSequence(**how, buffer_size=buffer_size)
+        run_script(strategy, [7] * 268, token, prob, max_tokens=32 * buffer_size - 268, **given)
+        jax.effects_barrier()
+        # Blocks of 32 behind 268 cells: the eighth ends at 524.
+        assert widths == [narrow] * 7 + [narrow and 1024], buffer_size
+        del widths[:]
+
+
 # ---- worked by hand ----
 
 
@@ -429,6 +451,16 @@ def test_the_best_cells_are_those_of_the_whole_window() -> None:
     best = remasking.best_cells(score, ints(2, 1), among)
     assert best.tolist() == [[[False, False], [True, True]], [[False, True], [False, False]]]
     assert not remasking.best_cells(score, ints(0, 0), among).any()
+    rng = np.random.default_rng(0)
+    for width in (1, 5, 12, 40):  # all of them lie within so many cells
+        among = rng.random((3, 4, 10)) < 0.7
+        start = rng.integers(0, 40, (3, 1))
+        cell = np.arange(40)[None]
+        among &= ((cell >= start) & (cell < start + width)).reshape(3, 4, 10)
+        score = jnp.asarray(rng.integers(0, 4, (3, 4, 10)), jnp.float32)
+        given = score, ints(*rng.integers(0, width + 1, 3)), jnp.asarray(among)
+        near = remasking.best_cells(*given, width)
+        assert np.array_equal(near, remasking.best_cells(*given))
 
 
 # ---- on pages, against dense runs ----
@@ -447,15 +479,24 @@ VARIANTS: dict[str, tuple[Any, float, dict[str, Any]]] = {
     "prefix": (plain, 0.6, {"remasking": "low_confidence", "cache": "prefix"}),
     "prefix shifted": (shifted, 1.0, {"remasking": "entropy", "cache": "prefix"}),
     "dual": (plain, 0.6, {"remasking": "low_confidence", "cache": "dual"}),
+    "appended": (plain, 1.0, {"append": True, "end_think": (7, 8, 9), "end_think_boost": 20.0}),
+    "appended shifted": (shifted, 0.7, {"remasking": "entropy", "append": True}),
+    "appended guided": (plain, 1.0, {"append": True, "cfg_scale": 0.7, "steps": 7}),
+    "appended prefix": (plain, 0.6, {"append": True, "cache": "prefix"}),
+    "appended dual": (shifted, 0.6, {"append": True, "cache": "dual"}),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [n if n == "guided" else pytest.param(n, marks=pytest.mark.slow) for n in VARIANTS]
+    "name",
+    [n if n == "appended" else pytest.param(n, marks=pytest.mark.slow) for n in VARIANTS],
 )
 @pytest.mark.parametrize("block_length", [6, pytest.param(None, marks=pytest.mark.slow)])
 def test_decoding_on_pages_equals_the_dense_run(name: str, block_length: int | None) -> None:
     make, accept, how = VARIANTS[name]
+    if how.get("append") and block_length is None:
+        pytest.skip("appended are blocks")
+    how = {"remasking": "low_confidence", **how}
     case = full_sequence_case(make(), accept, **how, block_length=block_length)
     rows = decode_paged(case.strategy, case.model, list(case.requests), move_at=2).rows
     wanted = [case.truth(request=request) for request in case.requests]
@@ -560,6 +601,11 @@ def test_guidance_holds_no_logits_of_the_whole_window() -> None:
         ({"remasking": None}, "remasking=None is not one of"),
         ({"cache": "suffix"}, "cache='suffix' is not one of None, prefix, dual; choose one"),
         ({"cfg_scale": -1}, "cfg_scale=-1 must be a number of at least 0; 0 is no guidance"),
+        ({"append": True}, "append=True appends blocks; give block_length, such as 32"),
+        ({"append": 2}, "append=2 is not one of False, True"),
+        ({"end_think": 5}, "end_think=5 must be ids; give a tuple"),
+        ({"end_think": (5, -1)}, "must be ids; give a tuple"),
+        ({"end_think_boost": float("nan")}, "end_think_boost=nan must be a number of at least 0"),
         ({"cfg_scale": 1.0, "cache": "dual"}, "cfg_scale=1.0 runs .* cache='dual' keeps .* one of"),
     ],
 )
