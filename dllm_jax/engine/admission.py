@@ -5,7 +5,7 @@ from typing import Any
 
 from dllm_jax.engine import checks
 from dllm_jax.engine.checks import Refused
-from dllm_jax.engine.detokenize import TextStream
+from dllm_jax.engine.detokenize import TextStream, special_stops
 from dllm_jax.engine.layout import HOLE, NO_LIMIT, EngineLayout, Placement
 from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.engine.scheduler import Scheduler, Sequence
@@ -48,6 +48,11 @@ def accept(
     layout, params = scheduler.layout, request.params
     prompt, suffix = list(request.prompt_token_ids), tuple(request.suffix_token_ids)
     stops = params.stop_token_ids + (() if params.ignore_eos else layout.stop_token_ids)
+    if params.stop and tokenizer is not None:
+        try:
+            stops += (*special_stops(tokenizer, params.stop, stops),)
+        except ValueError as error:
+            raise Refused(str(error), "stop") from None
     stop_ids = tuple(dict.fromkeys(stops))
     _check(request, prompt, suffix, stop_ids, layout, tokenizer)
     max_tokens = params.max_tokens

@@ -8,7 +8,7 @@ tokenizers drop a space there).
 
 import functools
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 _BROKEN = "\ufffd"  # the text of bytes that are not yet a whole character
@@ -169,24 +169,48 @@ class TextStream:
             count *= 2
 
 
+def special_stops(
+    tokenizer: Any, stops: Sequence[str], stop_ids: Sequence[int] = ()
+) -> dict[int, str]:
+    """Stop strings that are a special token, by its id: text without special ones never holds them.
+
+    Args:
+        stop_ids: Ids that end the text anyway.
+
+    Raises:
+        ValueError: A string holds a special token beside other text.
+    """
+    special = _read_vocabulary(tokenizer).special_texts if stops else {}
+    for stop in stops:
+        for text in (text for text in special if text in stop and stop not in special):
+            if not (special[text] in stop_ids and stop.startswith(text)):
+                raise ValueError(
+                    f"stop holds {stop!r:.80}, and {text!r:.80} in it is a special token, which no "
+                    f"text shows; give it alone, or stop_token_ids=[{special[text]}]"
+                )
+    return {special[stop]: stop for stop in stops if stop in special}
+
+
 class _Vocabulary(NamedTuple):
     """Ids of a vocabulary that need care.
 
     Attributes:
         special_ids: Have no text.
+        special_texts: Their ids by name.
         byte_ids: Single bytes of a tokenizer with byte fallback: a run of them is decoded as
             characters, or each as broken.
     """
 
     special_ids: frozenset[int]
+    special_texts: Mapping[str, int]
     byte_ids: frozenset[int]
 
 
 @functools.lru_cache(maxsize=8)
 def _read_vocabulary(tokenizer: Any) -> _Vocabulary:
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    special_ids = frozenset(token for token, entry in added.items() if entry.special)
-    return _Vocabulary(special_ids, _byte_ids(tokenizer))
+    special = {str(entry): token for token, entry in added.items() if entry.special}
+    return _Vocabulary(frozenset(special.values()), special, _byte_ids(tokenizer))
 
 
 def _byte_ids(tokenizer: Any) -> frozenset[int]:

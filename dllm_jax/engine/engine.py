@@ -19,7 +19,7 @@ import numpy as np
 
 from dllm_jax.engine import checks
 from dllm_jax.engine.admission import ActiveRequest, accept
-from dllm_jax.engine.detokenize import TextStream
+from dllm_jax.engine.detokenize import TextStream, special_stops
 from dllm_jax.engine.faults import Faults
 from dllm_jax.engine.layout import CompileFailure, DeviceFailure, EngineLayout
 from dllm_jax.engine.outputs import is_whole, output
@@ -419,14 +419,13 @@ class Engine:
             elif sequence.watched and (moved or sequence.owner.request.denoise):
                 self._show(sequence)
 
-    def _callers_stop(self, sequence: Sequence, fetched: Any, row: int) -> int | None:
-        """The one of the caller's `stop_token_ids` that was written; None for the model's own."""
+    def _callers_stop(self, sequence: Sequence, fetched: Any, row: int) -> int | str | None:
+        """The one of the caller's stops that was written; None for the model's own."""
         params = sequence.owner.params
-        callers = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            callers -= set(self.scheduler.layout.stop_token_ids)
-        token = fetched.behind(row) if callers else None
-        return token if token in callers else None
+        own = () if params.ignore_eos else self.scheduler.layout.stop_token_ids
+        callers: dict[int, int | str] = {i: i for i in params.stop_token_ids if i not in own}
+        callers |= special_stops(self._tokenizer, params.stop, sequence.placement.stop_ids)
+        return callers.get(fetched.behind(row)) if callers else None
 
     def _show(self, sequence: Sequence) -> None:
         """Update the text of a running sequence, and report it if its request streams."""

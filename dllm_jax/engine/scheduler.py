@@ -48,7 +48,7 @@ class Sequence:
         copies: Pages to copy on admission, as (source, target).
         failed_at: Forwards it had made when the device last failed, -1 if it never did.
         watched: Each move matters: for a stream, a stop string or a provisional window.
-        stop_id: The one of the request's `stop_token_ids` that ended it.
+        stop_id: The one of the request's `stop_token_ids`, or the special token, that ended it.
         drafted: How its drafts fared, once it has ended (`requests.DraftMetrics`).
     """
 
@@ -90,7 +90,7 @@ class Sequence:
     watched: bool = False
     stream: Any = None
     finish_reason: str | None = None
-    stop_id: int | None = None
+    stop_id: int | str | None = None
     drafted: Any = None
 
     def text_ids(self, first: int, end: int) -> list[int]:

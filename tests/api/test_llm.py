@@ -270,6 +270,24 @@ def test_overrides_are_of_one_request(llm, model, truth):
 # --- stop strings ---------------------------------------------------------------------------------
 
 
+def test_b10_a_stop_string_that_is_a_special_token_ends_the_text(llm, truth):
+    """No text shows special tokens, so the string alone would never be found."""
+    (own,) = llm.engine.layout.stop_token_ids
+    name = llm.tokenizer.convert_ids_to_tokens(own)
+    want, _ = truth[0]
+    params = SamplingParams(max_tokens=64, stop=["never there", name], ignore_eos=True)
+    one = llm.generate(PROMPTS[:1], params)[0].outputs[0]
+    assert (one.finish_reason, one.stop_reason, one.token_ids) == ("stop", name, want)
+    # The model's own end comes before the rest of such a string.
+    params = SamplingParams(max_tokens=64, stop=[f"{name}\n"])
+    assert llm.generate(PROMPTS[:1], params)[0].outputs[0].token_ids == want
+    for text, ignored in ((f"\n{name}", False), (f"{name}\n", True)):
+        params = SamplingParams(max_tokens=64, stop=text, ignore_eos=ignored)
+        with pytest.raises(ValueError, match=rf"or stop_token_ids=\[{own}\]$") as raised:
+            llm.generate(PROMPTS[:1], params)
+        assert "\n" not in str(raised.value)
+
+
 def test_stop_string_across_a_block_edge_cuts_text_and_tokens(llm, model, truth):
     prompt, (want, _) = ids(model, PROMPTS[0]), truth[0]
     edge = -len(prompt) % 32  # tokens of the first block
