@@ -38,6 +38,8 @@ class ConstraintReport:
         device_bytes: Size of its arrays, for each slot.
         fewest_tokens: Tokens of the shortest text; `max_tokens` must not be below it.
         compile_s: Seconds that its compilation took.
+        notes: Keywords and formats of a schema that no draft knows, by their paths: nothing is held
+            to them.
     """
 
     states: int
@@ -45,6 +47,7 @@ class ConstraintReport:
     device_bytes: int
     fewest_tokens: int
     compile_s: float
+    notes: tuple[str, ...] = ()
 
 
 class Constraints:
@@ -60,7 +63,7 @@ class Constraints:
     def __init__(self, model: Model, strategy: Any):
         self._model, self._strategy = model, strategy
         self.is_apart = False
-        self._kept: OrderedDict[Any, tuple[grammars.Ready, float]] = OrderedDict()
+        self._kept: OrderedDict[Any, tuple[grammars.Ready, ConstraintReport]] = OrderedDict()
         self._refusals: OrderedDict[Any, str] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -98,17 +101,11 @@ class Constraints:
     def report(self, constraint: Any) -> ConstraintReport:
         """See `LLM.constraint_report`."""
         stops = tuple(sorted(set(self._model.defaults.stop_token_ids)))
-        grammar, seconds = self._compiled(constraint, stops)
-        sizes = grammars.sizes(grammar.arrays)
-        return ConstraintReport(
-            states=sizes.states,
-            classes=sizes.classes,
-            device_bytes=grammars.num_bytes(grammar),
-            fewest_tokens=int(grammar.distance[grammar.start]),
-            compile_s=seconds,
-        )
+        return self._compiled(constraint, stops)[1]
 
-    def _compiled(self, constraint: Any, stops: tuple[int, ...]) -> tuple[grammars.Ready, float]:
+    def _compiled(
+        self, constraint: Any, stops: tuple[int, ...]
+    ) -> tuple[grammars.Ready, ConstraintReport]:
         self._check()
         if not isinstance(constraint, structured.Constraint | structured.After):
             raise Refused(
@@ -133,7 +130,16 @@ class Constraints:
             said = str(error) if isinstance(error, ValueError) else too_large(error)
             self._keep(self._refusals, key, said, MOST_REFUSALS)
             raise Refused(said, "constraint") from error
-        found = grammar, time.perf_counter() - began
+        sizes = grammars.sizes(grammar.arrays)
+        report = ConstraintReport(
+            states=sizes.states,
+            classes=sizes.classes,
+            device_bytes=grammars.num_bytes(grammar),
+            fewest_tokens=int(grammar.distance[grammar.start]),
+            compile_s=time.perf_counter() - began,
+            notes=automaton.notes,
+        )
+        found = grammar, report
         self._keep(self._kept, key, found, MOST_KEPT)
         return found
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .automaton import Spellings, TokenAutomaton, behind_marker, closed, spellings
-from .limits import Budget
+from .limits import MOST_NESTED, Budget, TooLarge
 from .regex import byte_automaton
 from .schema import schema_tree
 from .tokens import token_bytes
@@ -209,10 +209,27 @@ def compile(
         ValueError: It cannot be compiled, or is too large.
     """
     budget = Budget()
-    table, accepting = byte_automaton(constraint.tree(budget), budget)
-    if len(table) >= most_states:  # the state behind a stop id is one more
-        raise ValueError(
+    table, accepting = _fitting(constraint, budget, most_states)
+    made = closed(table, accepting, words, stop_ids, never, budget)
+    return dataclasses.replace(made, notes=tuple(budget.notes))
+
+
+def _fitting(
+    constraint: Constraint, budget: Budget, most_states: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The automaton over bytes, in which values nest as deep as the device holds."""
+    levels = range(MOST_NESTED if isinstance(constraint, JsonSchema) else 0, -1, -1)
+    error: ValueError = TooLarge()
+    for budget.nesting in levels:
+        try:
+            table, accepting = byte_automaton(constraint.tree(budget), budget)
+        except TooLarge as too_large:
+            error = too_large
+            continue
+        if len(table) < most_states:  # the state behind a stop id is one more
+            return table, accepting
+        error = TooLarge(
             f"the constraint's automaton has {len(table) + 1} states, and at most {most_states} "
             "fit the device; make it simpler, or shorten its repetitions"
         )
-    return closed(table, accepting, words, stop_ids, never, budget)
+    raise error

@@ -18,6 +18,7 @@ class TokenAutomaton:
         start: First state.
         end: The state behind a stop id.
         distance: Fewest tokens from a state to one in which the text may end.
+        notes: What the constraint says that nothing is held to, by its place.
     """
 
     class_of: np.ndarray
@@ -25,6 +26,7 @@ class TokenAutomaton:
     start: int
     end: int
     distance: np.ndarray
+    notes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -152,7 +154,8 @@ def behind_marker(
     delta[free, np.unique(class_of[is_free])] = free
     delta[free, mark] = automaton.start
     distance = np.append(automaton.distance, automaton.distance[automaton.start] + 1)
-    return TokenAutomaton(class_of, delta, free, automaton.end, distance.astype(np.int32))
+    distance = distance.astype(np.int32)
+    return TokenAutomaton(class_of, delta, free, automaton.end, distance, automaton.notes)
 
 
 def _equal_columns(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

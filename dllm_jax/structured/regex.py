@@ -1,14 +1,19 @@
 """Trees of expressions to automata over bytes of UTF-8."""
 
+import itertools
 from re import _constants as _c  # type: ignore[attr-defined]
 from typing import Any
 
 import numpy as np
 
 from .limits import Budget, distances
-from .trees import MEMBERS, Tree, children, ranges_of, unsupported
+from .trees import BOTH, FIRST_ALONE, MEMBERS, MULTIPLES, Tree, children, ranges_of, unsupported
 
 _SURROGATES = (0xD800, 0xDFFF)
+
+
+class NoText(ValueError):
+    """No text is left."""
 
 
 class _Nfa:
@@ -47,6 +52,10 @@ class _Nfa:
             return self._repeat(start, *value)
         if op == MEMBERS:
             return self._members(start, *value)
+        if op in (BOTH, FIRST_ALONE):
+            return self._of_two(start, op, value)
+        if op == MULTIPLES:
+            return self._multiples(start, value)
         if op is _c.AT:
             raise unsupported("an anchor within (the whole text is matched anyway)")
         raise unsupported(str(op).lower())
@@ -80,23 +89,56 @@ class _Nfa:
             self.empty[start].append(end)
         return end
 
-    def _members(self, start: int, each: list[tuple[Tree, bool]], comma: Tree) -> int:
-        nothing: int | None = start  # where no member was written yet
-        some: int | None = None
+    def _members(
+        self, start: int, each: list[tuple[Tree, bool]], comma: Tree, least: int, most: int | None
+    ) -> int:
+        """`at` has the states behind so many members; the last one those behind more of them."""
+        last = max(least, 1) if most is None else most + 1
+        at: dict[int, int] = {0: start}
         for tree, is_required in each:
-            entry, behind = self.state(), self.state()
-            if nothing is not None:
-                self.empty[nothing].append(entry)
-            if some is not None:
-                self.empty[self.add(some, comma)].append(entry)
-                if not is_required:
-                    self.empty[some].append(behind)
-            self.empty[self.add(entry, tree)].append(behind)
-            nothing, some = None if is_required else nothing, behind
+            entries: dict[int, int] = {}
+            for count, state in at.items():
+                if most is None or count < most:
+                    onto = min(count + 1, last)
+                    entry = entries.setdefault(onto, self.state())
+                    self.empty[self.add(state, comma) if count else state].append(entry)
+            behind = {count: self.state() for count in entries}
+            for count, entry in entries.items():
+                self.empty[self.add(entry, tree)].append(behind[count])
+            if not is_required:
+                for count, state in at.items():
+                    self.empty[state].append(behind.setdefault(count, self.state()))
+            at = behind
         end = self.state()
-        for state in (nothing, some):
-            if state is not None:
+        for count, state in at.items():
+            if count >= least:
                 self.empty[state].append(end)
+        return end
+
+    def _multiples(self, start: int, step: int) -> int:
+        """A state for each rest of the division."""
+        rests, end = [self.state() for _ in range(step)], self.state()
+        self.edges[start] += [(48 + d, 48 + d, rests[d % step] if d else end) for d in range(10)]
+        for rest, state in enumerate(rests):
+            self.edges[state] += [
+                (48 + d, 48 + d, rests[(10 * rest + d) % step]) for d in range(10)
+            ]
+        self.empty[rests[0]].append(end)
+        return end
+
+    def _of_two(self, start: int, op: Any, trees: tuple[Tree, Tree]) -> int:
+        """The texts of two automata together, or of the first one alone."""
+        first, second = (byte_automaton(tree, self._budget) for tree in trees)
+        table, accepting = product(first, second, op == BOTH, self._budget)
+        states, end = [self.state() for _ in table], self.state()
+        self.empty[start].append(states[1])
+        for state, row in enumerate(table):
+            cuts = [0, *(np.flatnonzero(np.diff(row)) + 1).tolist(), 256]
+            for low, above in itertools.pairwise(cuts):
+                if row[low]:
+                    self.edges[states[state]].append((low, above - 1, states[row[low]]))
+            if accepting[state]:
+                self.empty[states[state]].append(end)
         return end
 
 
@@ -202,7 +244,7 @@ def _least(
         count = len(known)
     _, first = np.unique(block, return_index=True)
     if block[0] == block[1]:
-        raise ValueError("the constraint matches no text; correct it")
+        raise NoText("the constraint matches no text; correct it")
     order = [block[0], block[1], *(b for b in range(count) if b not in (block[0], block[1]))]
     number = np.empty(count, np.int32)
     number[order] = np.arange(count)
@@ -210,21 +252,30 @@ def _least(
     return number[block[table[chosen]]], accepting[chosen]
 
 
-def share_a_text(a: Any, b: Any, budget: Budget) -> bool:
-    """Whether two automata accept the same text."""
+def product(a: Any, b: Any, is_both: bool, budget: Budget) -> tuple[np.ndarray, np.ndarray]:
+    """The automaton of the texts of two, or of those of the first that are none of the second."""
     (left, ends_left), (right, ends_right) = a, b
-    seen, todo = {(1, 1)}, [(1, 1)]
+    numbers, todo = {(0, 0): 0, (1, 1): 1}, [(1, 1)]
+    rows = {0: np.zeros(256, np.int32)}
     while todo:
-        x, y = todo.pop()
-        budget.check(len(seen))
-        if ends_left[x] and ends_right[y]:
-            return True
-        both = np.unique(np.stack([left[x], right[y]]), axis=1)
-        for pair in both[:, (both > 0).all(axis=0)].T.tolist():
-            if tuple(pair) not in seen:
-                seen.add(tuple(pair))
-                todo.append(tuple(pair))
-    return False
+        pair = x, y = todo.pop()
+        budget.check(len(numbers))
+        onto_x, onto_y = left[x], right[y]
+        alive = (onto_x > 0) & (onto_y > 0) if is_both else onto_x > 0
+        row = np.zeros(256, np.int32)
+        keys, which = np.unique(onto_x.astype(np.int64) << 32 | onto_y, return_inverse=True)
+        for place, key in enumerate(keys.tolist()):
+            here = alive & (which == place)
+            if here.any():
+                onto = key >> 32, key & 0xFFFFFFFF
+                if onto not in numbers:
+                    numbers[onto] = len(numbers)
+                    todo.append(onto)
+                row[here] = numbers[onto]
+        rows[numbers[pair]] = row
+    table = np.stack([rows[number] for number in range(len(rows))])
+    accepting = np.array([ends_left[x] and ends_right[y] == is_both for x, y in numbers])
+    return _least(table, accepting, budget)
 
 
 def accepts(automaton: Any, data: bytes) -> bool:

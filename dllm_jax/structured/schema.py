@@ -1,76 +1,45 @@
 """JSON schemas to trees of the texts of their instances.
 
-What is not read is refused by its path, never ignored. A tree may hold to less than its schema
+Data flow: a schema -> keywords of one draft (`drafts`) -> the ways to be an instance (`logic`) -> a
+tree for each way. What is not read is refused by its path. A tree may hold to less than its schema
 allows, never to more: properties come in the order of the schema, no others are written beside
 them, and free values nest to a fixed depth.
 """
 
+import itertools
 import json
-import math
-from collections.abc import Mapping
-from decimal import Decimal
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .formats import FORMATS
+from .drafts import refused
 from .limits import Budget
-from .numerals import numeral_pattern
-from .regex import accepts, byte_automaton, share_a_text
-from .trees import (
-    Tree,
-    either,
-    in_json,
-    lengths,
-    members,
-    parsed,
-    repeated,
-    repeats_one,
-    searched,
-    text,
+from .logic import (
+    MOST_NESTED,
+    Logic,
+    NoInstance,
+    Said,
+    Way,
+    kinds_of,
+    of_item,
+    of_member,
+    same,
+    written_kinds,
 )
+from .patterns import ANYTHING, searched
+from .regex import NoText, byte_automaton
+from .strings import CHAR, lengths_of, number_tree, string_tree
+from .trees import BOTH, FIRST_ALONE, Tree, both, either, in_json, members, parsed, repeated, text
 
-DEPTH = 2  # of values that the schema leaves free
-MOST_NESTED = 32
-MOST_READ = 4096  # subschemas, each as often as it is referred to
-MOST_DIGITS = 40
-_ESCAPE = r'\\["\\/bfnrt]'
-# Halves of surrogate pairs are no characters. Bounded strings do without these escapes: they would
-# double the states of each character.
-_UNICODE = r"\\u(?:[0-9a-cefA-CEF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2})"
-_PLAIN = r'[^"\\\x00-\x1f]'
-_CHAR, _COUNTED_CHAR = f"(?:{_PLAIN}|{_ESCAPE}|{_UNICODE})", f"(?:{_PLAIN}|{_ESCAPE})"
+MOST_PATTERNS = 4  # of the names of one object
+MOST_ORDERS = 4  # values that may stand in any order, each once
 _INTEGER = r"-?(?:0|[1-9][0-9]*)"
-_STRING = parsed(f'"{_CHAR}*"')
+_STRING = parsed(f'"{CHAR}*"')
+_NUMBER = parsed(_INTEGER + r"(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _SCALARS = {
     "boolean": parsed("true|false"),
     "null": text("null"),
     "integer": parsed(_INTEGER),
-    "number": parsed(_INTEGER + r"(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"),
-}
-_SAID = {  # of a schema, without a bearing on its instances
-    *("title", "description", "default", "examples", "$schema", "$id", "$comment", "$anchor"),
-    *("$defs", "definitions", "deprecated", "readOnly", "writeOnly", "discriminator"),
-}
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_OF_TYPE = {
-    "object": {
-        *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
-        *("minProperties", "maxProperties"),
-    },
-    "array": {"items", "prefixItems", "minItems", "maxItems", "uniqueItems"},
-    "string": {"minLength", "maxLength", "pattern", "format"},
-    "number": {*_BOUNDS},
-    "integer": {*_BOUNDS},
-    "boolean": set(),
-    "null": set(),
-}
-_KINDS = {
-    "object": Mapping,
-    "array": list,
-    "string": str,
-    "number": int | float,
-    "integer": int,
-    "boolean": bool,
-    "null": type(None),
+    "number": _NUMBER,
 }
 
 
@@ -83,153 +52,221 @@ def schema_tree(schema: Any, budget: Budget, compact: bool = False) -> Tree:
     Raises:
         ValueError: It is no schema, or says what is not supported; the path is named.
     """
-    return _Schema(schema, budget, compact).value(schema, "$", ())
+    logic = Logic(schema, budget)
+    return _Writer(logic, budget, compact).value([logic.root()])
 
 
-class _Schema:
-    """One schema, whose references are looked up in it."""
+class _Writer:
+    """Trees of the values of one document."""
 
-    def __init__(self, root: Any, budget: Budget, compact: bool):
-        self._root, self._budget, self._num_read = root, budget, 0
+    def __init__(self, logic: Logic, budget: Budget, compact: bool):
+        self._logic, self._budget = logic, budget
         self._space = [] if compact else parsed(r"[ \n\r\t]*")
         self._comma = [*self._space, *text(","), *self._space]
         self._colon = [*self._space, *text(":"), *self._space]
 
-    def value(self, schema: Any, path: str, refs: tuple[str, ...]) -> Tree:
-        self._budget.check()
-        self._num_read += 1
-        if path.count(".") + path.count("[") > MOST_NESTED:
-            raise _refused(path, f"is nested more than {MOST_NESTED} deep; flatten it")
-        if self._num_read > MOST_READ:
-            raise _refused(path, f"is past the first {MOST_READ} subschemas; refer to fewer")
-        if schema is True:
-            return self._any(DEPTH)
-        if not isinstance(schema, Mapping):
-            raise _refused(path, "is no schema that has instances; give an object or true")
-        _check_kinds(schema, path)
-        keys = set(schema) - _SAID
-        for name in ("const", "enum"):
-            if name in keys:
-                return self._listed(name, schema, path, refs)
-        for name, read in (
-            ("$ref", self._ref),
-            ("anyOf", self._any_of),
-            ("oneOf", self._one_of),
-            ("allOf", self._all_of),
-        ):
-            if name in keys:
-                beside = sorted(map(str, keys - {name}))
-                if beside:
-                    raise _refused(f"{path}.{beside[0]}", f"beside {name} is not supported")
-                return read(schema[name], f"{path}.{name}", refs)
-        return either([self._of_type(kind, schema, path, refs) for kind in _types(schema, path)])
+    def value(self, saids: list[Said]) -> Tree:
+        """What fits all schemas.
 
-    def _of_type(self, kind: str, schema: Any, path: str, refs: tuple[str, ...]) -> Tree:
+        Raises:
+            NoInstance: Nothing does.
+        """
+        trees, error = [], None
+        for way in self._logic.ways(saids):
+            if not way:
+                return self._any(self._budget.nesting)
+            for kind in ["enum"] if _listed(way) is not None else written_kinds(way):
+                try:
+                    trees.append(self._of_kind(kind, way))
+                except NoInstance as one:
+                    error = error or one
+        if not trees:
+            path = saids[0].path if saids else "$"
+            raise error or NoInstance(str(refused(path, "has no instance; correct it")))
+        return either(trees)
+
+    def _of_kind(self, kind: str, way: Way) -> Tree:
+        path = way[0].path
+        if kind == "enum":
+            values = _listed(way) or []
+            fitting = [one for one in values if all(self._logic.fits(one, said) for said in way)]
+            if not fitting:
+                raise _none(path, "lists no value (enum, const) that fits what else is said")
+            return either([self._instance(one, f"{path}.enum", 0) for one in fitting])
         if kind == "object":
-            return self._object(schema, path, refs)
+            return self._object(way, path)
         if kind == "array":
-            return self._array(schema, path, refs)
+            return self._array(way, path)
         if kind == "string":
-            return [*text('"'), *_string(schema, path), *text('"')]
-        if kind in ("number", "integer") and any(name in schema for name in _BOUNDS):
-            return parsed(_bounded(kind == "integer", schema, path))
+            least, most = lengths_of(way, "minLength", "maxLength")
+            if most is not None and most < least:
+                raise _none(f"{path}.maxLength", "is below minLength")
+            return [*text('"'), *string_tree(way, self._budget), *text('"')]
+        if kind in ("integer", "number") and any(_is_bound(said) for said in way):
+            tree = number_tree(way, kind == "integer")
+            if tree is None:
+                raise _none(path, "has bounds with no number between them")
+            return tree
         return _SCALARS[kind]
 
-    # --- objects and arrays ---------------------------------------------------------------------
+    # --- objects ---------------------------------------------------------------------------------
 
-    def _object(self, schema: Any, path: str, refs: tuple[str, ...]) -> Tree:
-        properties, required = schema.get("properties", {}), schema.get("required", [])
-        more = schema.get("additionalProperties", True)
-        names = [*properties, *(name for name in required if name not in properties)]
-        for name in ("patternProperties", "propertyNames", "minProperties", "maxProperties"):
-            if names and name in schema:
-                raise _refused(f"{path}.{name}", "beside properties is not supported")
-        if not names:
-            return self._map(schema, more, path, refs)
-        if more is False and len(names) > len(properties):
-            missing = names[len(properties)]
-            raise _refused(f"{path}.required", f"names {missing!r:.60}, which is no property")
-        every = []
-        for name in names:
-            own, inner = properties.get(name, more), f"{path}.properties.{name}"
-            if own is False:
-                if name in required:
-                    raise _refused(f"{path}.required", f"names {name!r:.60}, which has no value")
-                continue
-            every.append((self._member(_instance(name), own, inner, refs), name in required))
-        return self._braced("{}", members(every, self._comma))
-
-    def _map(self, schema: Any, more: Any, path: str, refs: tuple[str, ...]) -> Tree:
-        """An object of any names, whose values are of one schema."""
-        least, most = _counts(schema, "minProperties", "maxProperties", path)
-        if least > 1:  # a name may be written twice
-            raise _refused(f"{path}.minProperties", "above 1 is not supported")
-        key, under = _STRING, "additionalProperties"
-        patterns = schema.get("patternProperties", {})
-        if patterns:
-            if len(patterns) > 1 or more is not False:
-                raise _refused(
-                    f"{path}.patternProperties",
-                    "is supported with one pattern and additionalProperties false",
-                )
-            if "propertyNames" in schema:
-                raise _refused(f"{path}.propertyNames", "beside patternProperties is not supported")
-            ((pattern, more),) = patterns.items()
-            under = "patternProperties"
-            key = [*text('"'), *_found(pattern, f"{path}.{under}"), *text('"')]
-        elif "propertyNames" in schema:
-            names = schema["propertyNames"]
-            if isinstance(names, Mapping) and not {"type", "enum", "const", "$ref"} & set(names):
-                names = {**names, "type": "string"}
-            key = self.value(names, f"{path}.propertyNames", refs)
-            if not _is_string(key):
-                raise _refused(f"{path}.propertyNames", "must be of strings alone")
-        if more is False or most == 0:
-            if least:
-                raise _refused(f"{path}.minProperties", "is above what is allowed")
-            return self._braced("{}", [])
-        if more is True and key is _STRING and most is None and not least:
-            return self._any_object(DEPTH)
-        member = self._member(key, more, f"{path}.{under}", refs)
-        return self._braced("{}", self._several(member, least, most))
-
-    def _member(self, key: Tree, schema: Any, path: str, refs: tuple[str, ...]) -> Tree:
-        return [*key, *self._colon, *self.value(schema, path, refs)]
-
-    def _array(self, schema: Any, path: str, refs: tuple[str, ...]) -> Tree:
-        least, most = _counts(schema, "minItems", "maxItems", path)
-        if schema.get("uniqueItems", False) is not False:
-            raise _refused(f"{path}.uniqueItems", "is not supported; leave it out")
-        first, items = schema.get("prefixItems", []), schema.get("items", True)
-        if items is False:
-            most = len(first) if most is None else min(most, len(first))
+    def _object(self, way: Way, path: str) -> Tree:
+        least, most = lengths_of(way, "minProperties", "maxProperties")
         if most is not None and most < least:
-            raise _refused(f"{path}.minItems", f"is above the {most} items that are allowed")
-        first = first[:most]
-        every = [
-            (self.value(one, f"{path}.prefixItems[{i}]", refs), i < least)
-            for i, one in enumerate(first)
+            raise _none(f"{path}.maxProperties", "is below minProperties")
+        needed = {name: None for said in way for name in said.schema.get("required", [])}
+        listed = {name: None for said in way for name in said.schema.get("properties", {})}
+        every = []
+        for name in listed | needed:
+            saids = of_member(way, name)
+            try:
+                if not all(
+                    self._logic.fits(name, said.under("propertyNames", names))
+                    for said in way
+                    if (names := said.schema.get("propertyNames")) is not None
+                ):
+                    raise _none(f"{path}.propertyNames", f"forbids {name!a:.60}")
+                value = self.value(saids)
+            except NoInstance as error:
+                if name in needed:
+                    raise NoInstance(
+                        f"{error} (and {path[:100]}.required names {name!a:.60})"[:400]
+                    ) from None
+                continue
+            every.append(([*text(_said(name)), *self._colon, *value], name in needed))
+        if not listed | needed:
+            return self._map(way, path, least, most)
+        if len(every) < least or (most is not None and len(needed) > most):
+            name = "minProperties" if len(every) < least else "maxProperties"
+            raise _none(f"{path}.{name}", "allows no object of the properties that are named")
+        most = None if most is None or most >= len(every) else most
+        inner = members(every, self._comma, least, most) if every else []
+        return self._braced("{}", inner)
+
+    def _map(self, way: Way, path: str, least: int, most: int | None) -> Tree:
+        """An object of any names."""
+        if least > 1:  # a name may be written twice
+            raise refused(f"{path}.minProperties", "above 1 is not supported for names of any kind")
+        names = [
+            said.under("propertyNames", said.schema["propertyNames"])
+            for said in way
+            if "propertyNames" in said.schema
         ]
+        keys = [self.value([*names, Said({"type": "string"}, path)])] if names else []
+        trees = []
+        for key, saids in self._kinds(way, path) if most != 0 else []:
+            key = both([key, *keys]) if keys else key
+            try:
+                byte_automaton(key, self._budget)
+                is_free = not saids and key is _STRING
+                value = self._any(self._budget.nesting - 1) if is_free else self.value(saids)
+                trees.append([*key, *self._colon, *value])
+            except (NoInstance, NoText):
+                continue
+        if trees:
+            return self._braced("{}", self._several(either(trees), least, most))
+        if least:
+            raise _none(f"{path}.minProperties", "is above what is allowed")
+        return self._braced("{}", [])
+
+    def _kinds(self, way: Way, path: str) -> Iterator[tuple[Tree, list[Said]]]:
+        """Names by the patterns that they match and by those that they do not; their values."""
+        patterns = _patterns(way)
+        if len(patterns) > MOST_PATTERNS:
+            raise refused(f"{path}.patternProperties", f"has more than {MOST_PATTERNS} patterns")
+        for matched in itertools.product((True, False), repeat=len(patterns)):
+            is_of = dict(zip(patterns, matched, strict=True))
+            saids = []
+            for said in way:
+                own = said.schema.get("patternProperties", {})
+                saids += [
+                    said.under(f"patternProperties.{pattern}", one)
+                    for pattern, one in own.items()
+                    if is_of[pattern]
+                ]
+                if "additionalProperties" in said.schema and not any(is_of[one] for one in own):
+                    more = said.schema["additionalProperties"]
+                    saids.append(said.under("additionalProperties", more))
+            if patterns and not any(matched) and all(one.schema is True for one in saids):
+                continue  # any other name with any value would be most of the automaton
+            key = _STRING if not patterns else in_json(ANYTHING)
+            for pattern, tree in patterns.items():
+                key = [(BOTH if is_of[pattern] else FIRST_ALONE, (key, in_json(tree)))]
+            yield key if not patterns else [*text('"'), *key, *text('"')], saids
+
+    # --- arrays ----------------------------------------------------------------------------------
+
+    def _array(self, way: Way, path: str) -> Tree:
+        least, most = lengths_of(way, "minItems", "maxItems")
+        if most is not None and most < least:
+            raise _none(f"{path}.maxItems", "is below minItems")
+        longest = max((len(said.schema.get("prefixItems", [])) for said in way), default=0)
+        first = []
+        for place in range(longest if most is None else min(longest, most)):
+            try:
+                first.append((self.value(of_item(way, place)), place < least))
+            except NoInstance:
+                most = place
+                break
+        rest: Tree = []
+        if most is None or most > longest:
+            saids = of_item(way, longest)
+            try:
+                if most != 1 and any(said.schema.get("uniqueItems") for said in way):
+                    return self._unique(saids, path, longest, least, most)
+                few, left = max(least - longest, 0), None if most is None else most - longest
+                rest = self._several(self.value(saids), max(few, 1) if first else few, left)
+            except NoInstance:
+                most = longest
+        elif most > 1 and any(said.schema.get("uniqueItems") for said in way):
+            raise refused(f"{path}.uniqueItems", "beside prefixItems is not supported")
+        if most is not None and most < least:
+            raise _none(f"{path}.minItems", f"is above the {most} items that are allowed")
         if not first:
-            return self._braced("[]", self._several_of(items, least, most, path, refs))
-        if most is None or most > len(first):
-            left = None if most is None else most - len(first)
-            few = max(least - len(first), 0)
-            rest = self._several_of(items, max(few, 1), left, path, refs)
-            every.append((rest, few > 0))
+            return self._braced("[]", rest)
+        if rest:
+            first.append((rest, least > longest))
         # An item stands only where all before it do.
         tree: Tree = []
-        for place, (item, is_required) in reversed([*enumerate(every)]):
+        for place, (item, is_required) in reversed([*enumerate(first)]):
             tree = [*(self._comma if place else []), *item, *tree]
             tree = tree if is_required else repeated(tree, 0, 1)
         return self._braced("[]", tree)
 
-    def _several_of(
-        self, items: Any, least: int, most: int | None, path: str, refs: tuple[str, ...]
+    def _unique(
+        self, saids: list[Said], path: str, longest: int, least: int, most: int | None
     ) -> Tree:
-        if items is False or most == 0:
-            return []
-        return self._several(self.value(items, f"{path}.items", refs), least, most)
+        """Items of listed values, each once: a few in any order, more in that of the list."""
+        values: list[Any] = []
+        for way in self._logic.ways(saids):
+            listed = _listed(way)
+            if listed is None:
+                small = {"boolean": [False, True], "null": [None]}
+                kinds = kinds_of(way)
+                if longest or not set(kinds) <= set(small):
+                    raise refused(
+                        f"{path}.uniqueItems",
+                        "is supported for items of an enum, or one item (maxItems); leave it out",
+                    )
+                listed = [one for kind in kinds for one in small[kind]]
+            values += [
+                one
+                for one in listed
+                if all(self._logic.fits(one, said) for said in way)
+                and not any(same(one, other) for other in values)
+            ]
+        if len(values) < least:
+            raise _none(f"{path}.minItems", f"is above the {len(values)} values that there are")
+        trees = [self._instance(one, path, 0) for one in values]
+        most = None if most is None or most >= len(values) else most
+        orders = [trees]
+        if len(trees) <= MOST_ORDERS:
+            orders = [list(one) for one in itertools.permutations(trees)]
+        every = [members([(one, False) for one in own], self._comma, least, most) for own in orders]
+        return self._braced("[]", either(every) if trees else [])
+
+    # --- parts -----------------------------------------------------------------------------------
 
     def _several(self, one: Tree, least: int = 0, most: int | None = None) -> Tree:
         """Several of one kind, with commas between them."""
@@ -244,269 +281,53 @@ class _Schema:
 
     def _any(self, depth: int) -> Tree:
         scalars = [_STRING, *(_SCALARS[kind] for kind in ("number", "boolean", "null"))]
-        if not depth:
+        if depth <= 0:
             return either(scalars)
-        items = self._braced("[]", self._several(self._any(depth - 1)))
-        return either([*scalars, items, self._any_object(depth)])
+        inner = self._any(depth - 1)
+        items = self._braced("[]", self._several(inner))
+        member = [*_STRING, *self._colon, *inner]
+        return either([*scalars, items, self._braced("{}", self._several(member))])
 
-    def _any_object(self, depth: int) -> Tree:
-        member = [*_STRING, *self._colon, *self._any(depth - 1)]
-        return self._braced("{}", self._several(member))
-
-    # --- one of several -------------------------------------------------------------------------
-
-    def _listed(self, name: str, schema: Any, path: str, refs: tuple[str, ...]) -> Tree:
-        """Values that are listed and that fit what is said beside them."""
-        values = [schema["const"]] if name == "const" else schema["enum"]
-        rest = {key: one for key, one in schema.items() if key != name}
-        if set(rest) - _SAID == {"type"}:
-            kinds = _types(rest, path)
-            values = [one for one in values if any(_is_kind(one, kind) for kind in kinds)]
-        elif set(rest) - _SAID:
-            fitting = byte_automaton(self.value(rest, path, refs), self._budget)
-            said = [json.dumps(one, ensure_ascii=False) for one in values]
-            pairs = zip(values, said, strict=True)
-            values = [one for one, text in pairs if accepts(fitting, text.encode())]
-        if not values:
-            raise _refused(f"{path}.{name}", "has no value that fits what stands beside it")
-        return either([self._value(one, f"{path}.{name}", 0) for one in values])
-
-    def _value(self, value: Any, path: str, depth: int) -> Tree:
+    def _instance(self, value: Any, path: str, depth: int) -> Tree:
         """A value as it stands, with white space between its parts."""
         self._budget.check()
         if depth > MOST_NESTED:
-            raise _refused(path, f"is nested more than {MOST_NESTED} deep; flatten it")
+            raise refused(path, f"is nested more than {MOST_NESTED} deep; flatten it")
         if isinstance(value, Mapping):
-            every = [
-                ([*_instance(key), *self._colon, *self._value(one, path, depth + 1)], True)
+            each = [
+                ([*text(_said(key)), *self._colon, *self._instance(one, path, depth + 1)], True)
                 for key, one in value.items()
             ]
-            return self._braced("{}", members(every, self._comma) if every else [])
+            return self._braced("{}", members(each, self._comma) if each else [])
         if isinstance(value, list):
-            each = [(self._value(one, path, depth + 1), True) for one in value]
+            each = [(self._instance(one, path, depth + 1), True) for one in value]
             return self._braced("[]", members(each, self._comma) if each else [])
-        if isinstance(value, float) and not math.isfinite(value):
-            raise _refused(path, f"{value} is no value of JSON")
-        return _instance(value)
-
-    def _any_of(self, schemas: Any, path: str, refs: tuple[str, ...]) -> Tree:
-        return either(self._every(schemas, path, refs))
-
-    def _one_of(self, schemas: Any, path: str, refs: tuple[str, ...]) -> Tree:
-        """Several of which no two share an instance: of others, instances of two are none."""
-        trees = self._every(schemas, path, refs)
-        automata = [byte_automaton(tree, self._budget) for tree in trees] if len(trees) > 1 else []
-        for i, one in enumerate(automata):
-            for j in range(i):
-                if share_a_text(one, automata[j], self._budget):
-                    raise _refused(
-                        f"{path}[{i}]",
-                        f"shares instances with [{j}]; use anyOf, or tell them apart",
-                    )
-        return either(trees)
-
-    def _all_of(self, schemas: Any, path: str, refs: tuple[str, ...]) -> Tree:
-        if isinstance(schemas, list) and len(schemas) > 1:
-            raise _refused(path, "of several schemas is not supported; write them as one")
-        return self._every(schemas, path, refs)[0]
-
-    def _every(self, schemas: Any, path: str, refs: tuple[str, ...]) -> list[Tree]:
-        return [self.value(one, f"{path}[{i}]", refs) for i, one in enumerate(schemas)]
-
-    def _ref(self, ref: Any, path: str, refs: tuple[str, ...]) -> Tree:
-        if not (ref == "#" or ref.startswith("#/")):
-            raise _refused(path, f"{ref!r:.60} is no path within the schema; write it out")
-        if ref in refs:
-            raise _refused(
-                path, f"{ref!r:.60} refers to itself; write out as many levels as needed"
-            )
-        found = self._root
-        for part in ref.split("/")[1:]:
-            part = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and part.isdecimal() and int(part) < len(found):
-                found = found[int(part)]
-            elif isinstance(found, Mapping) and part in found:
-                found = found[part]
-            else:
-                raise _refused(path, f"{ref!r:.60} is not in the schema")
-        return self.value(found, path, (*refs, ref))
+        return text(_said(value))
 
 
-# --- strings and numbers -----------------------------------------------------------------------
+def _none(path: str, what: str) -> NoInstance:
+    return NoInstance(str(refused(path, what)))
 
 
-def _string(schema: Any, path: str) -> Tree:
-    """What stands between the quotes."""
-    least, most = _counts(schema, "minLength", "maxLength", path)
-    kinds = [name for name in ("pattern", "format") if name in schema]
-    if len(kinds) > 1:
-        raise _refused(f"{path}.format", "beside pattern is not supported")
-    if not kinds:
-        char = _CHAR if most is None and least < 2 else _COUNTED_CHAR
-        return repeated(parsed(char), least, most)
-    said = schema[kinds[0]]
-    if kinds == ["format"]:
-        if said not in FORMATS:
-            raise _refused(
-                f"{path}.format", f"{said!r:.60} is not one of {', '.join(FORMATS)}; leave it out"
-            )
-        tree = parsed(FORMATS[said])
-    else:
-        tree = _searched(said, f"{path}.pattern")
-    if repeats := repeats_one(tree):
-        one, few, many = repeats
-        most = many if most is None else most if many is None else min(most, many)
-        return in_json(repeated(one, max(least, few), most))
-    few, many = lengths(tree)
-    if few < least or (most is not None and (many is None or many > most)):
-        bound = "minLength" if few < least else "maxLength"
-        raise _refused(
-            f"{path}.{bound}", f"beside this {kinds[0]} is not supported; bound it in the pattern"
-        )
-    return in_json(tree)
+def _said(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
-def _searched(pattern: Any, path: str) -> Tree:
-    try:
-        return searched(pattern)
-    except ValueError as error:
-        raise _refused(path, str(error)) from None
+def _listed(way: Way) -> list[Any] | None:
+    return next((said.schema["enum"] for said in way if "enum" in said.schema), None)
 
 
-def _found(pattern: Any, path: str) -> Tree:
-    return in_json(_searched(pattern, path))
+def _is_bound(said: Said) -> bool:
+    return any(name.endswith("imum") or name == "multipleOf" for name in said.schema)
 
 
-def _bounded(is_whole: bool, schema: Any, path: str) -> str:
-    """The expression of numbers between bounds."""
-    bounds: dict[str, Decimal] = {}
-    for name in _BOUNDS:
-        if name not in schema:
-            continue
-        bounds[name] = Decimal(str(schema[name]))
-        if len(format(bounds[name], "f")) > MOST_DIGITS:
-            raise _refused(f"{path}.{name}", f"has more than {MOST_DIGITS} digits")
-    step = bounds.pop("multipleOf", None)
-    if step is not None and step != 1:
-        raise _refused(f"{path}.multipleOf", "is supported for 1 alone; leave it out")
-    low = max(
-        ((bounds[name], is_out) for name, is_out in _LOW if name in bounds), default=(None, False)
-    )
-    high = min(
-        ((bounds[name], not is_out) for name, is_out in _HIGH if name in bounds),
-        default=(None, True),
-    )
-    is_whole = is_whole or step is not None
-    found = numeral_pattern(low[0], high[0], low[1], not high[1], is_whole)
-    if found is None:
-        raise _refused(path, "has bounds with no number between them")
+def _patterns(way: Sequence[Said]) -> dict[str, Tree]:
+    """The trees of the patterns of names."""
+    found = {}
+    for said in way:
+        for pattern in said.schema.get("patternProperties", {}):
+            try:
+                found[pattern] = searched(pattern)
+            except ValueError as error:
+                raise refused(f"{said.path}.patternProperties", str(error)) from None
     return found
-
-
-_LOW = (("minimum", False), ("exclusiveMinimum", True))
-_HIGH = (("maximum", False), ("exclusiveMaximum", True))
-
-
-# --- small things ------------------------------------------------------------------------------
-
-
-def _refused(path: str, what: str) -> ValueError:
-    said = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in path[:200])
-    return ValueError(f"JSON schema: {said} {what}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_count(value: Any) -> bool:
-    return _is_number(value) and value >= 0 and value == int(value)
-
-
-def _is_list_of_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
-
-
-_MEANT = {  # what the value of a keyword must be
-    "a text": (lambda value: isinstance(value, str), ("$ref", "pattern", "format")),
-    "a whole number from 0 on": (
-        _is_count,
-        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
-    ),
-    "a number": (_is_number, _BOUNDS),
-    "true or false": (lambda value: isinstance(value, bool), ("uniqueItems",)),
-    "a list of values": (lambda value: bool(value) and isinstance(value, list), ("enum",)),
-    "a list of names": (_is_list_of_names, ("required",)),
-    "an object of schemas": (
-        lambda value: isinstance(value, Mapping),
-        ("properties", "patternProperties"),
-    ),
-    "a list of schemas": (
-        lambda value: bool(value) and isinstance(value, list),
-        ("anyOf", "oneOf", "allOf"),
-    ),
-    "schemas in a list": (lambda value: isinstance(value, list), ("prefixItems",)),
-    "a schema": (
-        lambda value: isinstance(value, Mapping | bool),
-        ("items", "additionalProperties", "propertyNames"),
-    ),
-}
-
-
-def _check_kinds(schema: Mapping[str, Any], path: str) -> None:
-    for what, (is_meant, names) in _MEANT.items():
-        for name in names:
-            if name in schema and not is_meant(schema[name]):
-                raise _refused(f"{path}.{name}", f"must be {what}")
-
-
-def _types(schema: Any, path: str) -> list[str]:
-    """The types that a schema names, or that its keywords are about."""
-    keys, types = set(schema) - _SAID, schema.get("type")
-    if types is None:
-        types = [kind for kind, names in _OF_TYPE.items() if keys & names]
-        if "number" in types:
-            types.remove("integer")
-        if not types and keys:
-            raise _refused(f"{path}.{min(map(str, keys))}", "is not supported; leave it out")
-        types = types or ["string", "number", "boolean", "null", "array", "object"]
-    types = [types] if isinstance(types, str) else types
-    if not isinstance(types, list) or not types:
-        raise _refused(f"{path}.type", "must be a name or a list of names")
-    for kind in types:
-        if not isinstance(kind, str) or kind not in _OF_TYPE:
-            raise _refused(f"{path}.type", f"{kind!r:.60} is no type of JSON")
-    known = {"type"}.union(*(_OF_TYPE[kind] for kind in types))
-    unknown = sorted(map(str, keys - known))
-    if unknown:
-        raise _refused(f"{path}.{unknown[0]}", "is not supported; leave it out")
-    return types
-
-
-def _is_kind(value: Any, kind: str) -> bool:
-    """Whether a value is of a type of JSON."""
-    if isinstance(value, bool):
-        return kind == "boolean"
-    return isinstance(value, _KINDS[kind])
-
-
-def _counts(schema: Any, low: str, high: str, path: str) -> tuple[int, int | None]:
-    least, most = schema.get(low, 0), schema.get(high)
-    least, most = int(least), None if most is None else int(most)
-    if most is not None and most < least:
-        raise _refused(f"{path}.{high}", f"is below {low}")
-    return least, most
-
-
-def _instance(value: Any) -> Tree:
-    return text(json.dumps(value, ensure_ascii=False))
-
-
-def _is_string(tree: Tree) -> bool:
-    """Whether all texts of a tree begin as strings do."""
-    if not tree:
-        return False
-    value = tree[0][1]
-    if isinstance(value, tuple) and len(value) == 2 and value[0] is None:  # one of several
-        return all(_is_string(list(one)) for one in value[1])
-    return tree[:1] == text('"')

@@ -1,8 +1,9 @@
 """Expressions as trees: what patterns are parsed to, and what schemas are put together from.
 
-A tree is a list of nodes `(op, value)` in sequence, as the standard library's parser has them. One
-op is ours, `MEMBERS`: the members of an object in their order, with commas between those that are
-there.
+A tree is a list of nodes `(op, value)` in sequence, as the standard library's parser has them.
+Four ops are ours. `MEMBERS`: the members of an object in their order, with commas between those
+that are there. `BOTH` and `FIRST_ALONE` of two trees: the texts of both, and those of the first
+that are none of the second. `MULTIPLES`: the numerals of a number's multiples from 0 on.
 """
 
 import re
@@ -14,7 +15,8 @@ from typing import Any
 LAST = 0x10FFFF
 MOST_CHARS = 100_000  # of an expression; its parser takes a second for four times as many
 MOST_DEEP = 64  # of its groups and repetitions
-MEMBERS = "members"
+MEMBERS, MULTIPLES = "members", "multiples"
+BOTH, FIRST_ALONE = "both", "first alone"
 Tree = list[tuple[Any, Any]]
 Ranges = list[tuple[int, int]]
 
@@ -104,9 +106,28 @@ def repeated(tree: Tree, least: int = 0, most: int | None = None) -> Tree:
     return [(_c.MAX_REPEAT, (least, _c.MAXREPEAT if most is None else most, tree))]
 
 
-def members(each: Iterable[tuple[Tree, bool]], comma: Tree) -> Tree:
-    """Trees in their order, each with whether it must be there, and `comma` between them."""
-    return [(MEMBERS, (list(each), comma))]
+def members(
+    each: Iterable[tuple[Tree, bool]], comma: Tree, least: int = 0, most: int | None = None
+) -> Tree:
+    """Trees in their order, each with whether it must be there, and `comma` between them.
+
+    Args:
+        least, most: How many are there.
+    """
+    return [(MEMBERS, (list(each), comma, least, most))]
+
+
+def both(trees: Sequence[Tree]) -> Tree:
+    """The texts of all trees."""
+    found, *others = trees
+    for tree in others:
+        found = [(BOTH, (found, tree))]
+    return found
+
+
+def multiples(step: int) -> Tree:
+    """Whole multiples of a number, with their signs."""
+    return [*repeated(text("-"), 0, 1), (MULTIPLES, step)]
 
 
 def ranges_of(op: Any, value: Any) -> Ranges | None:
@@ -155,6 +176,10 @@ def children(op: Any, value: Any) -> list[Tree]:
         if value[1] or value[2]:
             raise unsupported("a flag within")
         return [value[3]]
+    if op in (BOTH, FIRST_ALONE):
+        return list(value)
+    if op in (_c.ASSERT, _c.ASSERT_NOT):
+        return [value[1]]
     return [value[2]] if op in (_c.MAX_REPEAT, _c.MIN_REPEAT) else []
 
 
@@ -174,6 +199,8 @@ def in_json(tree: Tree) -> Tree:
             found += in_json(children(op, value)[0])
         elif op in (_c.MAX_REPEAT, _c.MIN_REPEAT):
             found.append((_c.MAX_REPEAT, (value[0], value[1], in_json(value[2]))))
+        elif op in (BOTH, FIRST_ALONE):
+            found.append((op, tuple(map(in_json, value))))
         else:
             found.append((op, value))  # refused where the automaton is made
     return found
@@ -198,28 +225,6 @@ def _escaped(ranges: Ranges) -> Tree:
     return either(trees) if trees else [(_c.IN, [])]
 
 
-def searched(pattern: str) -> Tree:
-    """The tree of all texts in which a pattern is found, as JSON schemas mean it.
-
-    Anchors may stand at the pattern's ends, and at those of its alternatives.
-    """
-
-    def alternative(tree: Tree) -> Tree:
-        tree = list(tree)
-        anything = repeated([(_c.IN, [(_c.RANGE, (0, LAST))])])
-        before, behind = anything, anything
-        if tree and tree[0][0] is _c.AT and tree[0][1] in (_c.AT_BEGINNING, _c.AT_BEGINNING_STRING):
-            before, tree = [], tree[1:]
-        if tree and tree[-1][0] is _c.AT and tree[-1][1] in (_c.AT_END, _c.AT_END_STRING):
-            behind, tree = [], tree[:-1]
-        return [*before, *tree, *behind]
-
-    tree = parsed(pattern)
-    if len(tree) == 1 and tree[0][0] is _c.BRANCH:
-        return either([alternative(one) for one in tree[0][1][1]])
-    return alternative(tree)
-
-
 def repeats_one(tree: Tree) -> tuple[Tree, int, int | None] | None:
     """The character, least and most of a tree that repeats one character; None for others."""
     if len(tree) != 1 or tree[0][0] not in (_c.MAX_REPEAT, _c.MIN_REPEAT):
@@ -231,6 +236,26 @@ def repeats_one(tree: Tree) -> tuple[Tree, int, int | None] | None:
     return inner, least, None if most is _c.MAXREPEAT else int(most)
 
 
+def shorter(tree: Tree, more: int) -> Tree:
+    """A tree in which nothing is repeated without end, but `more` times above its least."""
+    found: Tree = []
+    for op, value in tree:
+        if op in (_c.MAX_REPEAT, _c.MIN_REPEAT):
+            least, most, inner = value
+            most = least + more if most is _c.MAXREPEAT else most
+            found.append((_c.MAX_REPEAT, (least, most, shorter(inner, more))))
+        elif op in (_c.BRANCH, _c.SUBPATTERN):
+            found += either([shorter(one, more) for one in children(op, value)])
+        elif op in (BOTH, FIRST_ALONE):
+            found.append((op, (shorter(value[0], more), value[1])))
+        else:
+            found.append((op, value))
+    return found
+
+
+_OF_FIRST = (BOTH, FIRST_ALONE)  # whose texts are some of those of their first tree
+
+
 def lengths(tree: Tree) -> tuple[int, int | None]:
     """Fewest and most characters of a tree's texts."""
     low, high = 0, 0
@@ -240,7 +265,8 @@ def lengths(tree: Tree) -> tuple[int, int | None]:
         elif op is _c.AT:
             few, many = 0, 0
         else:
-            inner = [lengths(one) for one in children(op, value)] or [(0, None)]
+            inner = [lengths(one) for one in children(op, value)[: 1 if op in _OF_FIRST else None]]
+            inner = inner or [(0, None)]
             few = min(one[0] for one in inner)
             many = None if any(one[1] is None for one in inner) else max(o[1] or 0 for o in inner)
             if op in (_c.MAX_REPEAT, _c.MIN_REPEAT):

@@ -1,0 +1,466 @@
+"""What schemas say together: the ways to be an instance, which values fit, and what has none."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from typing import Any, NamedTuple
+
+from .drafts import OF_TYPE, Document, is_number, normal, refused
+from .limits import Budget, TooLarge
+from .patterns import ANYTHING, searched
+from .regex import NoText, accepts, byte_automaton
+from .strings import bounds_of, lengths_of, string_patterns
+from .trees import both, repeated
+
+MOST_NESTED = 32
+MOST_READ = 4096  # subschemas, each as often as it is referred to
+MOST_WAYS = 512
+_KINDS = ("string", "number", "integer", "boolean", "null", "array", "object")
+
+
+class Said(NamedTuple):
+    """A schema, where it stands, and the references that led there."""
+
+    schema: Any
+    path: str
+    refs: tuple[str, ...] = ()
+
+    def under(self, name: str, schema: Any) -> "Said":
+        """A schema within."""
+        return Said(schema, f"{self.path}.{name}", self.refs)
+
+
+Way = list[Said]  # plain schemas that hold together: of types, values and their parts
+
+
+class NoInstance(ValueError):
+    """A schema has no instance, or none that ends within the depth of its references."""
+
+
+class Logic:
+    """The schemas of one document."""
+
+    def __init__(self, root: Any, budget: Budget):
+        self._document, self._budget = Document(root), budget
+        self._num_read, self._depth = 0, 0
+
+    def ways(self, saids: list[Said], is_loose: bool = False) -> list[Way]:
+        """Ways to be an instance of all schemas.
+
+        Args:
+            is_loose: Of all instances and of some that are none, for proofs that there is none.
+                Else of some instances, and of none that is none.
+        """
+        found: list[Way] = [[]]
+        for said in saids:
+            found = self._together(found, self._ways_of(said, is_loose))
+        return found
+
+    def _together(self, ways: list[Way], others: list[Way]) -> list[Way]:
+        self._budget.check()
+        if len(ways) * len(others) > MOST_WAYS:
+            raise ValueError(
+                f"JSON schema: more than {MOST_WAYS} alternatives at a place; use fewer"
+            )
+        return [[*way, *other] for way in ways for other in others]
+
+    def _normal(self, said: Said) -> dict[str, Any]:
+        schema, path, _ = said
+        self._budget.check()
+        self._num_read += 1
+        if path.count(".") + path.count("[") > MOST_NESTED:
+            raise refused(path, f"is nested more than {MOST_NESTED} deep; flatten it")
+        if self._num_read > MOST_READ:
+            raise TooLarge(
+                str(refused(path, f"is past the first {MOST_READ} subschemas; refer to fewer"))
+            )
+        if not isinstance(schema, Mapping):
+            raise refused(path, "is no schema; give an object, true or false")
+        return normal(schema, path, self._document.is_old, self._budget.notes)
+
+    def _ways_of(self, said: Said, is_loose: bool) -> list[Way]:
+        if isinstance(said.schema, bool):
+            return [[]] if said.schema else []
+        schema = self._normal(said)
+        plain = {name: one for name, one in schema.items() if name in _PLAIN}
+        ways = [[said._replace(schema=plain)] if plain else []]
+        if "$ref" in schema:
+            ways = self._together(ways, self._ways_of(self.referred(said), is_loose))
+        for i, one in enumerate(schema.get("allOf", [])):
+            ways = self._together(ways, self._ways_of(said.under(f"allOf[{i}]", one), is_loose))
+        for name in ("anyOf", "oneOf"):
+            if name in schema:
+                every = [said.under(f"{name}[{i}]", one) for i, one in enumerate(schema[name])]
+                is_any = is_loose or name == "anyOf"
+                ways = self._any(ways, every, is_loose) if is_any else self._one(ways, every)
+        for name, needed in schema.get("dependentRequired", {}).items():
+            ways = self._if(ways, said, _has(name), {"required": needed}, True, is_loose)
+        for name, then in schema.get("dependentSchemas", {}).items():
+            ways = self._if(ways, said, _has(name), then, True, is_loose)
+        if "if" in schema and {"then", "else"} & schema.keys():
+            then, other = schema.get("then", True), schema.get("else", True)
+            ways = self._if(ways, said, schema["if"], then, other, is_loose)
+        if is_loose:
+            return ways
+        if "not" in schema:
+            ways = self._without(ways, said.under("not", schema["not"]))
+        for name, known in (
+            ("unevaluatedProperties", ("properties", "patternProperties", "additionalProperties")),
+            ("unevaluatedItems", ("prefixItems", "items")),
+        ):
+            if name in schema:
+                ways = [[*way, *_closed(way, said, name, known, schema[name])] for way in ways]
+        return ways
+
+    def root(self) -> Said:
+        """The document's own schema."""
+        return Said(self._document.root, "$", (self._document.name,))
+
+    def referred(self, said: Said, most: int | None = None) -> Said:
+        """What a reference leads to, `most` times within itself."""
+        most = self._budget.nesting if most is None else most
+        path = f"{said.path}.$ref"
+        found, name = self._document.found(said.schema, path)
+        again = sum(said.refs.count(one) - 1 for one in {*said.refs, name}) + (name in said.refs)
+        if again > most:
+            raise NoInstance(f"JSON schema: {path[:200]} {name!r:.60} refers to itself without end")
+        return Said(found, path, (*said.refs, name))
+
+    # --- alternatives ----------------------------------------------------------------------------
+
+    def _any(self, ways: list[Way], every: list[Said], is_loose: bool) -> list[Way]:
+        found, error = [], None
+        for said in every:
+            try:
+                found += self._ways_of(said, is_loose)
+            except NoInstance as one:
+                error = one
+        if error and (is_loose or not found):
+            raise error
+        return self._together(ways, found)
+
+    def _one(self, ways: list[Way], every: list[Said]) -> list[Way]:
+        """Alternatives, each with what tells it from the others."""
+        found = []
+        for i, said in enumerate(every):
+            own = self._together(ways, self._any([[]], [said], False))
+            for j, other in enumerate(every):
+                if i != j:
+                    told = [self._apart(way, other) for way in own if not self.is_empty(way)]
+                    if None in told:
+                        raise refused(
+                            f"{said.path}",
+                            f"shares instances with [{j}]; use anyOf, or tell them apart",
+                        )
+                    own = [way for way in told if way is not None]
+            found += own
+        return found
+
+    def _without(self, ways: list[Way], other: Said) -> list[Way]:
+        told = [self._apart(way, other) for way in ways if not self.is_empty(way)]
+        found = [way for way in told if way is not None]
+        if told and not found:
+            raise refused(other.path, "cannot be told from what stands beside it; leave it out")
+        return found
+
+    def _if(
+        self, ways: list[Way], said: Said, what: Any, then: Any, other: Any, is_loose: bool
+    ) -> list[Way]:
+        if is_loose:
+            return ways
+        given = said.under("if", what)
+        found = self._any(ways, [said.under("if", {"allOf": [what, then]})], False)
+        told = [self._apart(way, given) for way in ways if not self.is_empty(way)]
+        left = [way for way in told if way is not None]
+        if told and not left:
+            raise refused(given.path, "cannot be told from its contrary; leave it out")
+        return [*found, *self._any(left, [said.under("else", other)], False)]
+
+    def _apart(self, way: Way, other: Said) -> Way | None:
+        """A way with what makes sure that no instance of it is one of another schema."""
+        way = [*way, Said({"type": written_kinds(way)}, other.path)]
+        values = _values(way)
+        if values is not None:
+            fitting = [one for one in values if not self.fits(one, other)]
+            return [*way, Said({"enum": fitting}, other.path)] if fitting else None
+        for each in self.ways([other], is_loose=True):
+            if not self.is_empty([*way, *each]):
+                told = (h for h in self._hints(way, each) if self.is_empty([*way, h, *each]))
+                hint = next(told, None)
+                if hint is None:
+                    return None
+                way = [*way, hint]
+        return way
+
+    def _hints(self, way: Way, other: Way) -> Iterator[Said]:
+        """What may tell one way from another."""
+        path = way[-1].path
+        apart = [kind for kind in kinds_of(way) if kind not in kinds_of(other)]
+        if "number" in apart and "integer" in kinds_of(other):
+            apart.remove("number")
+        if apart:
+            yield Said({"type": apart}, path)
+        if "object" not in kinds_of(way):
+            return
+        needed, others = _names(way, "required"), _names(other, "required")
+        for name in others:
+            if name not in needed:
+                yield Said({"properties": {name: False}}, path)
+        also = _names(other, "properties")
+        for name in _names(way, "properties"):
+            if name in also:
+                yield Said({"required": [name]}, path)
+                values = self._listed(of_member(way, name))
+                fits = [
+                    all(self.fits(one, said) for said in of_member(other, name)) for one in values
+                ]
+                if left := [
+                    one for one, is_other in zip(values, fits, strict=True) if not is_other
+                ]:
+                    yield Said({"properties": {name: {"enum": left}}, "required": [name]}, path)
+
+    def _listed(self, saids: list[Said]) -> list[Any]:
+        """The values that a schema lists, if it lists them all."""
+        found = []
+        for way in self.ways(saids):
+            values = _values(way)
+            if values is None:
+                return []
+            found += [one for one in values if all(self.fits(one, said) for said in way)]
+        return found
+
+    # --- what has no instance --------------------------------------------------------------------
+
+    def is_empty(self, way: Way) -> bool:
+        """Whether it is certain that a way has no instance."""
+        self._budget.check()
+        values = _values(way)
+        if values is not None:
+            return not any(all(self.fits(one, said) for said in way) for one in values)
+        return all(self._has_none(kind, way) for kind in kinds_of(way))
+
+    def _has_none(self, kind: str, way: Way) -> bool:
+        if kind == "object":
+            needed = _names(way, "required")
+            return any(self._is_never(of_member(way, name)) for name in needed)
+        if kind == "array":
+            least, most = lengths_of(way, "minItems", "maxItems")
+            if most is not None and most < least:
+                return True
+            longest = max((len(said.schema.get("prefixItems", [])) for said in way), default=0)
+            return any(self._is_never(of_item(way, i)) for i in range(min(least, longest + 1)))
+        if kind == "string":
+            least, most = lengths_of(way, "minLength", "maxLength")
+            patterns = string_patterns(way)
+            if most is not None and most < least:
+                return True
+            if not patterns:
+                return False
+            counted = (
+                [repeated(ANYTHING[0][1][2], least, most)] if least or most is not None else []
+            )
+            try:
+                byte_automaton(both([*patterns, *counted]), self._budget)
+            except NoText:
+                return True
+            return False
+        if kind in ("integer", "number"):
+            low, is_low_out, high, is_high_out, _ = bounds_of(way)
+            if low is None or high is None:
+                return False
+            return low > high or (low == high and (is_low_out or is_high_out))
+        return False
+
+    def _is_never(self, saids: list[Said]) -> bool:
+        if self._depth > 4:
+            return False
+        self._depth += 1
+        try:
+            return all(self.is_empty(way) for way in self.ways(saids, is_loose=True))
+        except NoInstance:  # a reference to itself
+            return False
+        finally:
+            self._depth -= 1
+
+    # --- which values fit ------------------------------------------------------------------------
+
+    def fits(self, value: Any, said: Said) -> bool:
+        """Whether a value is an instance, but for its format."""
+        if isinstance(said.schema, bool):
+            return said.schema
+        schema = self._normal(said)
+        refs = [self.referred(said, MOST_NESTED)] if "$ref" in schema else []
+        every = {
+            name: [said.under(f"{name}[{i}]", one) for i, one in enumerate(schema.get(name, []))]
+            for name in ("allOf", "anyOf", "oneOf")
+        }
+        for name in ("unevaluatedProperties", "unevaluatedItems"):
+            if name in schema and isinstance(value, dict | list):
+                raise refused(f"{said.path}.{name}", "beside listed values is not supported")
+        if "if" in schema:
+            name = "then" if self.fits(value, said.under("if", schema["if"])) else "else"
+            refs.append(said.under(name, schema.get(name, True)))
+        return (
+            _fits_plainly(value, schema, said.path, self._budget)
+            and all(self.fits(value, one) for one in (*refs, *every["allOf"]))
+            and (not every["anyOf"] or any(self.fits(value, one) for one in every["anyOf"]))
+            and (not every["oneOf"] or sum(self.fits(value, one) for one in every["oneOf"]) == 1)
+            and not ("not" in schema and self.fits(value, said.under("not", schema["not"])))
+            and all(self.fits(*part) for part in _parts(value, said._replace(schema=schema)))
+        )
+
+
+_PLAIN = {"type", "enum"}.union(*OF_TYPE.values())
+
+
+def _has(name: str) -> dict[str, Any]:
+    return {"type": "object", "required": [name]}
+
+
+def kinds_of(way: Way) -> list[str]:
+    """The types of JSON that a way's instances may have."""
+    found = [
+        kind
+        for kind in _KINDS
+        if all(
+            kind in types or (kind == "integer" and "number" in types)
+            for types in (said.schema.get("type", _KINDS) for said in way)
+        )
+    ]
+    return [kind for kind in found if kind != "integer" or "number" not in found]
+
+
+def written_kinds(way: Way) -> list[str]:
+    """Those that are written: where no type is named, those that the keywords are about."""
+    kinds, keys = kinds_of(way), {key for said in way for key in said.schema}
+    about = [kind for kind in kinds if OF_TYPE[kind] & keys]
+    return about if "type" not in keys and about else kinds
+
+
+def of_member(way: Way, name: str) -> list[Said]:
+    """What is said of the value of a name in an object."""
+    found = []
+    for said in way:
+        schema, own = said.schema, []
+        if name in schema.get("properties", {}):
+            own.append(said.under(f"properties.{name}", schema["properties"][name]))
+        for pattern, one in schema.get("patternProperties", {}).items():
+            if _matches(pattern, name, f"{said.path}.patternProperties"):
+                own.append(said.under(f"patternProperties.{pattern}", one))
+        if not own and "additionalProperties" in schema:
+            own.append(said.under("additionalProperties", schema["additionalProperties"]))
+        found += own
+    return found
+
+
+def of_item(way: Way, place: int) -> list[Said]:
+    """What is said of an item of an array."""
+    found = []
+    for said in way:
+        first = said.schema.get("prefixItems", [])
+        if place < len(first):
+            found.append(said.under(f"prefixItems[{place}]", first[place]))
+        elif "items" in said.schema:
+            found.append(said.under("items", said.schema["items"]))
+    return found
+
+
+def _closed(way: Way, said: Said, name: str, known: tuple[str, ...], rest: Any) -> Way:
+    """What `unevaluated...` says, where it is known what else is said of the parts."""
+    if any(known[-1] in one.schema for one in way):
+        return []
+    schema: dict[str, Any] = {known[-1]: rest}
+    if known[0] == "prefixItems":
+        longest = max((len(one.schema.get(known[0], [])) for one in way), default=0)
+        schema[known[0]] = [True] * longest
+    else:
+        for key in known[:-1]:
+            schema[key] = {part: True for one in way for part in one.schema.get(key, {})}
+    return [said._replace(schema=schema)]
+
+
+def _names(way: Way, keyword: str) -> dict[str, None]:
+    return {name: None for said in way for name in said.schema.get(keyword, [])}
+
+
+def _values(way: Way) -> list[Any] | None:
+    return next((said.schema["enum"] for said in way if "enum" in said.schema), None)
+
+
+def is_kind(value: Any, kind: str) -> bool:
+    """Whether a value is of a type of JSON."""
+    if kind in ("number", "integer"):
+        return is_number(value) and (kind == "number" or value == int(value))
+    of = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
+    return isinstance(value, of[kind])
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values of JSON are equal."""
+    if isinstance(a, bool) or isinstance(b, bool):
+        return a is b
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return a == b
+
+
+def _matches(pattern: str, text: str, path: str, budget: Budget | None = None) -> bool:
+    try:
+        return accepts(byte_automaton(searched(pattern), budget or Budget()), text.encode())
+    except NoText:
+        return False
+    except ValueError as error:
+        raise refused(path, str(error)) from None
+
+
+def _fits_plainly(value: Any, schema: Mapping[str, Any], path: str, budget: Budget) -> bool:
+    """By what is said of the value alone, not of its parts."""
+    if "type" in schema and not any(is_kind(value, kind) for kind in schema["type"]):
+        return False
+    if "enum" in schema and not any(same(value, one) for one in schema["enum"]):
+        return False
+    if isinstance(value, str):
+        least, most = schema.get("minLength", 0), schema.get("maxLength")
+        is_long = least <= len(value) and (most is None or len(value) <= most)
+        return is_long and (
+            "pattern" not in schema or _matches(schema["pattern"], value, f"{path}.pattern", budget)
+        )
+    if is_number(value):
+        low, is_low_out, high, is_high_out, steps = bounds_of([Said(schema, path)])
+        number = Decimal(str(value))
+        return (
+            (low is None or low < number or (low == number and not is_low_out))
+            and (high is None or number < high or (number == high and not is_high_out))
+            and all(number % step == 0 for step in steps)
+        )
+    if isinstance(value, list):
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        is_unique = not schema.get("uniqueItems") or not any(
+            same(a, b) for a, b in itertools.combinations(value, 2)
+        )
+        return is_unique and least <= len(value) and (most is None or len(value) <= most)
+    if isinstance(value, dict):
+        least, most = schema.get("minProperties", 0), schema.get("maxProperties")
+        needed = [*schema.get("required", [])]
+        for name, more in schema.get("dependentRequired", {}).items():
+            needed += more if name in value else []
+        is_many = least <= len(value) and (most is None or len(value) <= most)
+        return is_many and all(name in value for name in needed)
+    return True
+
+
+def _parts(value: Any, said: Said) -> Iterator[tuple[Any, Said]]:
+    """The parts of a value, and the schemas of each."""
+    if isinstance(value, list):
+        for i, one in enumerate(value):
+            yield from ((one, part) for part in of_item([said], i))
+    if isinstance(value, dict):
+        for name, one in value.items():
+            yield from ((one, part) for part in of_member([said], name))
+            if "propertyNames" in said.schema:
+                yield name, said.under("propertyNames", said.schema["propertyNames"])
+        for name, then in said.schema.get("dependentSchemas", {}).items():
+            if name in value:
+                yield value, said.under(f"dependentSchemas.{name}", then)
