@@ -162,15 +162,15 @@ class Constraints:
                 f"marker {checks.short_repr(text)} of After is not one token that the model may "
                 f"write (ids {ids[:8]}); give another"
             )
-        behind = structured.compile(
-            constraint.constraint, self._words, stops, never, most_states - 1
-        )
+        words = dataclasses.replace(self._words, first=None)  # the marker is
+        behind = structured.compile(constraint.constraint, words, stops, never, most_states - 1)
         return structured.behind_marker(behind, ids[0], stops, never)
 
     @functools.cached_property
     def _words(self) -> structured.Spellings:
         """The vocabulary, read once: a second for 150,000 tokens."""
-        return structured.spellings(structured.token_bytes(self._model.tokenizer))
+        spelt = structured.token_bytes(self._model.tokenizer)
+        return structured.spellings(spelt, structured.first_bytes(self._model.tokenizer, spelt))
 
     @functools.cached_property
     def _worker(self) -> Worker:

@@ -12,7 +12,7 @@ from .automaton import Spellings, TokenAutomaton, behind_marker, closed, spellin
 from .limits import MOST_NESTED, Budget, TooLarge
 from .regex import byte_automaton
 from .schema import schema_tree
-from .tokens import token_bytes
+from .tokens import first_bytes, token_bytes
 from .trees import Tree, check_text, either, parsed, text
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "TokenAutomaton",
     "behind_marker",
     "compile",
+    "first_bytes",
     "from_fields",
     "spellings",
     "token_bytes",
@@ -200,7 +201,7 @@ def compile(
     """The automaton of a constraint over the ids of a vocabulary.
 
     Args:
-        words: `spellings(token_bytes(tokenizer))`.
+        words: `spellings` of `token_bytes` and `first_bytes`.
         stop_ids: Ids that end a text.
         never: Further ids that may not be written.
         most_states: What the device holds; with more, nothing is done over the vocabulary.

@@ -1,7 +1,7 @@
 """From an automaton over bytes to one over classes of tokens, closed by stop ids."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -38,6 +38,8 @@ class Spellings:
         levels: Of each depth, the parent of each node (by its place in the level before) and its
             byte.
         ids, depths, nodes: Ids that are text, and where each ends.
+        first: Ids that stand for another text at the beginning, and that text: some tokenizers
+            drop a space there. None where no id does.
     """
 
     num_ids: int
@@ -45,14 +47,21 @@ class Spellings:
     ids: np.ndarray
     depths: np.ndarray
     nodes: np.ndarray
+    first: "tuple[np.ndarray, Spellings] | None" = None
 
 
-def spellings(spelt: Sequence[bytes | None]) -> Spellings:
+def spellings(spelt: Sequence[bytes | None], first: Mapping[int, bytes] | None = None) -> Spellings:
     """The tree of a vocabulary.
 
     Args:
         spelt: Bytes by id; None for ids that are no text.
+        first: Bytes of those ids that stand for others at the beginning of a text.
     """
+    if first:
+        begins = spellings([first.get(i) for i in range(len(spelt))])
+        return dataclasses.replace(
+            spellings(spelt), first=(np.array(sorted(first), np.int32), begins)
+        )
     order = sorted((i for i, one in enumerate(spelt) if one), key=lambda i: spelt[i] or b"")
     texts = [spelt[i] or b"" for i in order]
     sizes = np.array([len(one) for one in texts], np.int32)
@@ -112,24 +121,56 @@ def closed(
     for depth, level in enumerate(of_level[1:]):
         here = words.depths == depth
         class_of[words.ids[here]] = level[words.nodes[here]]
+    behind = _behind_first(words, columns, letter_class)
+    if behind is not None:  # ids that do the same, but as the first of a text
+        usual = np.array([one[1] for one in maps])[class_of]
+        class_of = class_of * S + np.where(behind < 0, usual, behind)
     class_of[[i for i in (*map(int, never), *stop_ids) if 0 <= i < len(class_of)]] = 0
     used = np.unique(np.append(0, class_of))
     class_of = np.searchsorted(used, class_of).astype(np.int32)
-    end, stop = S, len(used)
-    delta = np.zeros((S + 1, stop + 1), np.int32)
-    delta[:S, :stop] = np.stack([maps[number] for number in used], axis=1)
-    delta[:S, 0] = 0
-    delta[:S, stop] = np.where(accepting, end, 0)
+    start, stop = 1, len(used)
+    taken = used if behind is None else used // S
+    rows = [np.stack([maps[number] for number in taken.tolist()], axis=1)]
+    if behind is not None:
+        start, accepting = S, np.append(accepting, accepting[1])
+        rows.append((used % S)[None].astype(np.int32))
+    end = len(accepting)
+    delta = np.zeros((end + 1, stop + 1), np.int32)
+    delta[:end, :stop] = np.concatenate(rows)
+    delta[:end, 0] = 0
+    delta[:end, stop] = np.where(accepting, end, 0)
     delta[end] = end
     for i in stop_ids:
         if 0 <= i < len(class_of):
             class_of[i] = stop
     distance = distances(delta, np.append(accepting, True), budget)
-    if distance[1] >= UNREACHABLE:
+    if distance[start] >= UNREACHABLE:
         raise ValueError("the model's tokens spell no text of the constraint; give another")
     # What cannot end is as good as dead.
     delta[distance[delta] >= UNREACHABLE] = 0
-    return TokenAutomaton(class_of, delta, 1, end, distance)
+    return TokenAutomaton(class_of, delta, start, end, distance)
+
+
+def _behind_first(
+    words: Spellings, columns: np.ndarray, letter_class: np.ndarray
+) -> np.ndarray | None:
+    """The state behind each id of `words.first`, -1 of others; None without any.
+
+    Args:
+        columns: Next state by state and class of bytes.
+        letter_class: Class of each byte.
+    """
+    if words.first is None:
+        return None
+    ids, tree = words.first
+    behind = np.full(words.num_ids, -1, np.int64)
+    behind[ids] = 1  # where nothing is left of the text
+    level = np.ones(1, np.int64)
+    for depth, (parents, letters) in enumerate(tree.levels):
+        level = columns[level[parents], letter_class[letters]]
+        here = tree.depths == depth
+        behind[tree.ids[here]] = level[tree.nodes[here]]
+    return behind
 
 
 def behind_marker(

@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -33,6 +34,19 @@ def token_bytes(tokenizer: Any) -> list[bytes | None]:
         else:
             found[number] = text.replace("▁", " ").encode()
     return [one or None for one in found]
+
+
+def first_bytes(tokenizer: Any, spelt: Sequence[bytes | None]) -> dict[int, bytes]:
+    """Bytes of the ids that stand for others where they begin a text, as decoding shows it.
+
+    Decoders of sentencepiece's vocabularies drop a space there, or all that the first id has.
+    """
+    ids = [i for i, text in enumerate(spelt) if text and text.startswith(b" ")]
+    texts = tokenizer.backend_tokenizer.decode_batch([[i] for i in ids], skip_special_tokens=True)
+    pairs = zip(ids, texts, strict=True)
+    return {
+        i: text.encode() for i, text in pairs if text != (spelt[i] or b"").decode(errors="replace")
+    }
 
 
 def _of_byte_level(text: str) -> bytes | None:

@@ -78,8 +78,8 @@ AUTOMATA = broken(
     "spellings",
     "automaton.py",
     a_text_may_end_anywhere=(
-        "delta[:S, stop] = np.where(accepting, end, 0)",
-        "delta[:S, stop] = end",
+        "delta[:end, stop] = np.where(accepting, end, 0)",
+        "delta[:end, stop] = end",
     ),
     forbidden_ids_are_written=(
         "class_of[[i for i in (*map(int, never), *stop_ids)",

@@ -1,5 +1,6 @@
 """Automata accept what `re` matches as a whole, by bytes and by any spelling in tokens."""
 
+import itertools
 import json
 import random
 import re
@@ -7,8 +8,18 @@ import time
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
-from dllm_jax.structured import Budget, Choice, JsonSchema, Regex, limits, spellings
+from dllm_jax.structured import (
+    Budget,
+    Choice,
+    JsonSchema,
+    Regex,
+    first_bytes,
+    limits,
+    spellings,
+    token_bytes,
+)
 from dllm_jax.structured import automaton as automata
 from dllm_jax.structured.automaton import behind_marker, closed
 from dllm_jax.structured.regex import accepts, byte_automaton
@@ -96,6 +107,56 @@ def test_no_token_leads_to_where_the_rest_cannot_be_spelt():
 @pytest.mark.parametrize("pattern", PATTERNS[:8])
 def test_every_spelling_in_tokens_is_walked_alike(pattern):
     check_spellings(automata, pattern)
+
+
+def _strip():
+    return decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("decoder", "num_first"),
+    [
+        (_strip(), 6),
+        (decoders.Metaspace(), 5),
+        (decoders.Metaspace(prepend_scheme="never"), 0),
+    ],
+    ids=["strip", "metaspace", "never"],
+)
+@pytest.mark.parametrize("pattern", ["ab?", " ab?", "[ab ]{2}b", "(a| )*b?", "(?:.|\n)*"])
+def test_b10_texts_match_as_they_are_decoded(decoder, num_first, pattern):
+    """All texts of up to three tokens; some decoders drop the first space, or all of a token."""
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["</s>", "▁", "▁a", "a", "b", "ab", "▁ab", "▁▁", "▁▁b"]
+    words += ["<0x20>"] if num_first == 6 else []
+    tokenizer = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[]))
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    spelt = token_bytes(tokenizer)
+    first = first_bytes(tokenizer, spelt)
+    assert len(first) == num_first
+    tree = spellings(spelt, first)
+    made = closed(*_automaton(Regex(pattern)), tree, [0], np.array([], int), Budget())
+    found = 0
+    for count in range(4):
+        for ids in itertools.product(range(1, len(words)), repeat=count):
+            state = made.start
+            for token in ids:
+                state = made.delta[state, made.class_of[token]]
+            fits = re.fullmatch(pattern, tokenizer.decode(ids)) is not None
+            assert (made.distance[state] == 0) == fits, ids
+            found += fits
+    assert found
+    # In one automaton for texts that begin elsewhere, the first token is like the others.
+    assert made.start == (1 if not first else made.end - 1)
 
 
 def test_a_constraint_behind_a_marker_begins_with_its_first_place():
