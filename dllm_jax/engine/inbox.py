@@ -11,7 +11,7 @@ import signal
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from dllm_jax.engine.engine import Engine
@@ -62,18 +62,21 @@ class SharedEngine(Engine):
         """Queue a request whose outputs go to an inbox."""
         self.check_process()
         request = self._prepare(request)
-        me = threading.get_ident()
+        me, added = threading.get_ident(), None
         try:
             with InterruptsHeld(), self._turn():
                 self._abandon(me)
                 request_id = self.id_of(request)
                 if request_id not in self._requests:  # else it is refused, and another's
                     self._returning[me] = request_id
-                self._returning[me] = request_id = super().add(request)
+                self._returning[me] = added = super().add(request)
                 if inbox is not None:
-                    self._boxes[request_id] = inbox.expect(request_id)
-            return self._returning.pop(me)
+                    self._boxes[added] = inbox.expect(added)
+            del self._returning[me]
+            return added
         except BaseException:
+            if added is not None:
+                self.drop([added])
             self._abandon(me)
             raise
 
@@ -83,7 +86,7 @@ class SharedEngine(Engine):
         A second Ctrl-C may interrupt this too: the thread's next step or `add` makes up for it.
         """
         if (request_id := self._returning.get(thread)) is not None:
-            self.drop(request_id)
+            self.drop([request_id])
             self._returning.pop(thread, None)
 
     def abort(self, request_id: str) -> bool:
@@ -160,11 +163,11 @@ class SharedEngine(Engine):
             self._has_warned = True
             warnings.warn(message, stacklevel=1 + _depth())
 
-    def drop(self, request_id: str) -> None:
-        """Abort a request: at once, or after the step during which it is asked for."""
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Abort requests: at once, or after the step during which it is asked for."""
         if os.getpid() != self._process:
             return
-        self._dropped.append(request_id)
+        self._dropped.extend(request_ids)
         try:
             # A garbage collection may ask for it: never wait for another thread.
             if self._lock.acquire(blocking=False) and not self._is_stepping:
@@ -174,8 +177,10 @@ class SharedEngine(Engine):
                 self._lock.release()
 
     def _abort_dropped(self) -> None:
-        while self._dropped:
-            super().abort(self._dropped.popleft())
+        for request_id in list(self._dropped):
+            super().abort(request_id)
+            with contextlib.suppress(ValueError):  # it stays until here, whatever interrupts
+                self._dropped.remove(request_id)
 
 
 class Inbox:
@@ -215,8 +220,8 @@ class Inbox:
 
     def close(self) -> None:
         """Abort the requests that have not ended."""
-        while self._left:
-            self._engine.drop(self._left.pop())
+        self._engine.drop(self._left)
+        self._left.clear()
 
     def __enter__(self) -> "Inbox":
         return self
@@ -225,7 +230,8 @@ class Inbox:
         self.close()
 
     def __del__(self):
-        self.close()
+        if hasattr(self, "_left"):  # else an interrupt ended `__init__`
+            self.close()
 
 
 class News:
@@ -323,13 +329,18 @@ class InterruptsHeld:
         if self._before is None:
             return
         signal.signal(signal.SIGINT, self._before)
-        if self.waits is not None:
-            self._before(*self.waits)
+        waits, self.waits = self.waits, None  # its frame holds this object
+        if waits is not None:
+            self._before(*waits)
 
     def _hold(self, number: int, frame: Any) -> None:
-        if self.waits is not None:
-            self._before(number, frame)
-        self.waits = number, frame
+        if self.waits is None:
+            self.waits = number, frame
+            return
+        waits, self.waits = self.waits, None
+        signal.signal(number, self._before)  # `__exit__` may not come to it
+        self._before(*waits)
+        self._before(number, frame)
 
 
 def _depth() -> int:

@@ -18,17 +18,26 @@ FOLDER = inbox.__file__.rpartition("/")[0]
 MOST_LINES = 400  # of an `add`
 
 
+CLEAN_UP = {"__exit__", "close", "drop", "abort", "_end", "_abort_dropped", "_abandon"}
+
+
 @contextmanager
-def signalled_at(lines):
-    """SIGINT before each of these lines, counted over the sources of the engine."""
-    count = [0]
+def signalled_at(lines, second=None):
+    """SIGINT before each of these lines, counted over the sources of the engine.
+
+    Args:
+        second: Also before this line of those behind them that clean up.
+    """
+    count, cleaning = [0], [0]
 
     def trace(frame, event, arg):
         if not frame.f_code.co_filename.startswith(FOLDER):
             return None
         if event == "line":
             count[0] += 1
-            if count[0] in lines:
+            cleaning[0] += count[0] > min(lines, default=0) and frame.f_code.co_name in CLEAN_UP
+            if count[0] in lines or cleaning[0] == second:
+                cleaning[0] += 1
                 signal.raise_signal(signal.SIGINT)
         return trace
 
@@ -72,3 +81,37 @@ def test_ctrl_c_inside_add_leaves_no_request_without_an_owner(second, by_inbox):
         tried += 1
     assert 20 < tried < MOST_LINES - 1
     assert left_over == []
+
+
+def interrupted_run(lines, second, by_stream):
+    """The lines that a run of three requests had, and the engine that it left."""
+    world = World(HOST, random.Random(7))
+    engine = inbox.SharedEngine(world.device, world.tokenizer, clock=world.clock)
+    rng = random.Random(3)
+    requests = [world._draw_request(rng) for _ in range(3)]
+    with (
+        signalled_at(lines, second) as count,
+        suppress(KeyboardInterrupt),
+        engine.inbox() as box,
+    ):
+        for request in requests:
+            box.add(request)
+        for _ in inbox.TextEvents(box, every=True) if by_stream else box:
+            pass
+    ran, box = count[0], None  # as where `generate` returns to its caller
+    for _ in range(3):
+        engine.step()
+    return ran, engine
+
+
+@pytest.mark.parametrize("by_stream", [False, True])
+def test_a6_a_second_ctrl_c_in_a_run_leaves_no_request_without_an_owner(by_stream):
+    """The first arrives anywhere, the second while that is handled."""
+    num_lines, _ = interrupted_run(set(), None, by_stream)
+    handler = signal.getsignal(signal.SIGINT)
+    for first in range(300, num_lines, num_lines // 3):
+        for second in range(1, 40, 2):
+            _, engine = interrupted_run({first}, second, by_stream)
+            assert not engine.has_work, (first, second)
+            assert not engine._requests, (first, second)
+            assert signal.getsignal(signal.SIGINT) is handler
