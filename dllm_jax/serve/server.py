@@ -62,13 +62,20 @@ def bind(host: str, port: int) -> socket.socket:
 def run(config: Config, sock: socket.socket) -> int:
     """Serve on a bound socket; the exit status."""
     sys.setswitchinterval(SWITCH_S)
-    fd = -1 if sys.stderr is None else sys.stderr.fileno()
-    stderr = Stderr(fd, Log(config.log_format).dropped)
+    stderr = Stderr(_stderr_fd(), Log(config.log_format).dropped)
     with contextlib.redirect_stderr(stderr):
         try:
             return uvloop.run(_run(Service(config, Log(config.log_format, stderr)), sock))
         finally:
             stderr.drain(FLUSH_SECONDS)
+
+
+def _stderr_fd() -> int:
+    """-1 where standard error is closed: 2 is then the next file that was opened."""
+    try:
+        return sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):  # None, or a notebook's
+        return -1
 
 
 async def _run(service: Service, sock: socket.socket) -> int:

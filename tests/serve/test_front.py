@@ -403,6 +403,64 @@ def test_an_answer_of_known_length_is_one_write(method):
     assert counts == ([1, 2, 2] if method == "GET" else [1, 1, 1])
 
 
+def test_item_3_connections_that_wait_too_long_are_closed():
+    """After an answer; what a client does not take, or sends on and on, holds no place either."""
+    closed = []
+    transport = SimpleNamespace(
+        write=lambda data: None,
+        pause_reading=lambda: None,
+        get_extra_info=lambda name, default=None: None,
+        is_closing=lambda: "close" in closed,
+        close=lambda: closed.append("close"),
+        abort=lambda: closed.append("abort"),
+        get_write_buffer_size=lambda: unsent,
+    )
+
+    async def application(scope, receive, send):
+        head = [(b"content-length", b"2")]
+        await send({"type": "http.response.start", "status": 401, "headers": head})
+        await send({"type": "http.response.body", "body": b"no"})
+
+    async def run(sent, *later):
+        config = uvicorn.Config(application, ws="none", lifespan="off", log_config=None)
+        one = limited(Limits())(config, ServerState(), {})
+        one.connection_made(transport)
+        one.data_received(b"POST / HTTP/1.1\r\nhost: localhost\r\n" + sent)
+        if b"\r\n\r\n" in sent:
+            assert one.waits_since is None  # while it is answered
+        for _ in range(4):
+            await asyncio.sleep(0)
+        now, outcomes = time.monotonic(), []
+        for seconds in later:
+            one.data_received(b"\r\n" if sent is whole else b"x")
+            one.end_if_overdue(now + seconds)
+            outcomes.append(list(closed))
+            closed.clear()
+        one._unset_keepalive_if_required()
+        return outcomes
+
+    whole, more = b"content-length: 0\r\n\r\n", b"content-length: 999\r\n\r\n"
+    unsent = 0
+    assert asyncio.run(run(whole, 70, 76)) == [[], ["close"]]
+    assert asyncio.run(run(more, 29, 31)) == [[], ["close"]]
+    assert asyncio.run(run(b"x: ", 9, 11)) == [[], ["close"]]  # after a 408
+    unsent = 1
+    assert asyncio.run(run(whole, 70, 76)) == [[], ["abort"]]
+
+    async def stuck():
+        config = uvicorn.Config(application, ws="none", lifespan="off", log_config=None)
+        one = limited(Limits())(config, ServerState(), {})
+        one.connection_made(transport)
+        one.waits_since = None
+        one.pause_writing()
+        for seconds in (59, 61):
+            one.end_if_overdue(time.monotonic() + seconds)
+            assert closed == (["abort"] if seconds > 60 else [])
+        one._unset_keepalive_if_required()
+
+    asyncio.run(stuck())
+
+
 def test_frames_say_what_changed():
     window = Window()
     assert window.change(Frame(4, 1, [None, "a", "b"])) == {
