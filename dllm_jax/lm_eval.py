@@ -26,6 +26,17 @@ except ImportError as error:
 NAME = "dllm-jax"
 MOST_TOKENS = 256  # of an answer, where the task does not say
 _SAMPLING = ("temperature", "top_k", "top_p", "seed")
+# Arguments of other engines at the values that ask for nothing.
+_NEUTRAL = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "n", "best_of"), 1),
+    **dict.fromkeys(("length_penalty", "repetition_penalty", "typical_p"), 1),
+    **dict.fromkeys(("encoder_repetition_penalty", "spaces_between_special_tokens"), 1),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_p"), 0),
+    **dict.fromkeys(("diversity_penalty", "presence_penalty", "frequency_penalty"), 0),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha", "early_stopping"), 0),
+    **dict.fromkeys(("min_length", "min_new_tokens", "min_tokens", "ignore_eos"), 0),
+    **dict.fromkeys(("use_cache", "skip_special_tokens"), 1),
+}
 
 
 @register_model(NAME)
@@ -36,6 +47,8 @@ class DllmLM(TemplateLM):
         model: As `dj.LLM` takes it; `pretrained` is the same.
         batch_size, max_batch_size, device: Ignored. The harness always sends some; the engine fills
             its slots (`max_num_seqs`) by itself, and JAX chooses the device.
+        enable_thinking: Of the chat template, where it reads that; None: its default.
+        chat_template_args: What else the chat template reads beside the messages.
         likelihood, budget: `method` and `budget` of `Model.log_likelihood`, for tasks that choose
             among answers or measure perplexity. By "elbo" no answer counts as greedy.
         sizes: All else that `dj.LLM` takes, such as `strategy` or `max_num_seqs`.
@@ -50,6 +63,8 @@ class DllmLM(TemplateLM):
         device: str | None = None,
         likelihood: Method = "chain",
         budget: int = BUDGET,
+        enable_thinking: bool | None = None,
+        chat_template_args: Mapping[str, Any] | None = None,
         **sizes: Any,
     ):
         super().__init__()
@@ -64,6 +79,8 @@ class DllmLM(TemplateLM):
             )
         self.tokenizer = self.llm.tokenizer
         self._how: Any = {"method": likelihood, "budget": budget}
+        thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        self._template: dict[str, Any] = {**(chat_template_args or {}), **thinking}
         self._is_chat = False  # the prompts come from a chat template, with its special tokens
 
     @property
@@ -86,14 +103,14 @@ class DllmLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as the text the model reads."""
-        if not add_generation_prompt:
-            raise ValueError(
-                "an answer that the task begins (gen_prefix) is not supported with a chat template;"
-                " leave --apply_chat_template out"
-            )
+        """A conversation as the text the model reads.
+
+        Without `add_generation_prompt` its last message is the beginning of the answer, the task's
+        `gen_prefix`, and the text ends there.
+        """
         self._is_chat = True
-        return self.llm.apply_template(chat_history)
+        goes_on = {} if add_generation_prompt else {"continue_final_message": True}
+        return self.llm.apply_template(chat_history, **goes_on, **self._template)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Texts up to each request's stop strings, in the order of the requests.
@@ -193,7 +210,9 @@ def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
         fields["temperature"] = 0.0
     elif "temperature" not in fields:
         fields["temperature"] = 1.0
-    if unknown := [name for name, value in left.items() if value is not None]:
+    if unknown := [
+        name for name, value in left.items() if value is not None and value != _NEUTRAL.get(name)
+    ]:
         raise ValueError(
             f"generation argument {unknown[0]!r} is not supported; use until, max_gen_toks, "
             f"do_sample, {', '.join(_SAMPLING)}"

@@ -79,6 +79,10 @@ def parse_config(
     generation, facts = generation_config or {}, tokenizer or TokenizerFacts()
     family = find_family(fields.config, name, facts)
     network = _PARSERS[family.dialect](fields, family.layers)
+    scaling = network.get("rope_scaling") or {}
+    if "beta_fast" in scaling:  # YaRN; configs state the length before or after it
+        longest = int(scaling["factor"] * scaling["original_max_position"])
+        network["max_position"] = max(network["max_position"], longest)
     tokens = _tokens(fields, family, network["vocab_size"], generation, facts)
     settings = settings_of(fields, family, network, name, "delete_token_id" in tokens)
     _refuse_resizing(fields, family, generation, facts)

@@ -49,7 +49,8 @@ class FakeLLM:
         self.tokenizer = Tokenizer()
         self.engine = types.SimpleNamespace(layout=types.SimpleNamespace(max_model_len=20))
 
-    def apply_template(self, conversation):
+    def apply_template(self, conversation, **fields):
+        self.fields = fields
         return "".join(f"<{turn['role']}>{turn['content']}" for turn in conversation)
 
     def generate(self, prompts, params, use_tqdm):
@@ -113,8 +114,18 @@ def test_a_prompt_from_the_chat_template_gets_no_second_begin_token(harness):
     text = lm.apply_chat_template([{"role": "user", "content": "x"}])
     lm.generate_until(asks((text, {"max_gen_toks": 4})))
     assert lm.llm.asked[0][0]["prompt_token_ids"][0] == ord("<")
-    with pytest.raises(ValueError, match="gen_prefix"):
-        lm.apply_chat_template([], add_generation_prompt=False)
+    assert lm.llm.fields == {}
+
+
+def test_14_a_task_may_begin_the_answer_and_switch_thinking(harness):
+    talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "So"}]
+    for given in ({"enable_thinking": False}, {"chat_template_args": {"enable_thinking": False}}):
+        lm = harness.DllmLM(**given)
+        assert lm.apply_chat_template(talk, add_generation_prompt=False) == "<user>x<assistant>So"
+        assert lm.llm.fields == {"continue_final_message": True, "enable_thinking": False}
+        lm.apply_chat_template(talk[:1])
+        assert lm.llm.fields == {"enable_thinking": False}
+        assert lm.llm.sizes == {}
 
 
 def test_a_long_prompt_loses_its_beginning(harness):
@@ -179,6 +190,7 @@ def test_a_perplexity_is_the_sum_of_pieces(harness, toy):
         ({"temperature": 0.5, "top_p": 0.9}, {"temperature": 0.5, "top_p": 0.9}),
         ({"do_sample": True, "top_k": 4, "seed": 3}, {"temperature": 1.0, "top_k": 4, "seed": 3}),
         ({"max_new_tokens": 7, "num_beams": None}, {"max_tokens": 7}),
+        ({"num_beams": 1, "repetition_penalty": 1.0, "min_p": 0, "use_cache": True}, {}),
     ],
 )
 def test_what_a_task_asks_of_a_generation(harness, given, wanted):
@@ -186,8 +198,9 @@ def test_what_a_task_asks_of_a_generation(harness, given, wanted):
 
 
 def test_what_does_not_exist_is_refused_by_name(harness):
-    with pytest.raises(ValueError, match="'num_beams' is not supported; use until"):
-        harness.sampling_params({"num_beams": 4})
+    for name, value in (("num_beams", 4), ("repetition_penalty", 1.1), ("no_such", 1)):
+        with pytest.raises(ValueError, match=f"{name!r} is not supported; use until"):
+            harness.sampling_params({name: value})
 
 
 @pytest.mark.parametrize(

@@ -136,3 +136,26 @@ def test_what_cannot_be_is_refused(entry, words):
         parse(rope_scaling={"rope_type": "yarn", "factor": 4.0, **entry})
     assert words in str(caught.value)
     assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("stated", "scaling", "longest"),
+    [
+        (40960, {"factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        (32768, {"factor": 4.0}, 131072),  # the length before it, as transformers reads it
+        (163840, {"factor": 40, "original_max_position_embeddings": 4096}, 163840),
+        (65536, {"factor": 1.5, "original_max_position_embeddings": 32768}, 65536),
+        (40960, None, 40960),
+    ],
+)
+def test_14_yarns_factor_counts_for_the_models_length(stated, scaling, longest):
+    for name in ("rope_scaling", "rope_parameters"):
+        entry = scaling and {"rope_type": "yarn", "rope_theta": 1e6, **scaling}
+        config = {**CONFIGS["qwen3"], "max_position_embeddings": stated, name: entry}
+        cfg = parse_config(config).config
+        assert cfg.max_position == longest
+        assert parse_config(config_json("qwen3", cfg)).config == cfg
+    three = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    three |= {"rope_type": "llama3", "original_max_position_embeddings": 8192}
+    config = {**CONFIGS["qwen3"], "max_position_embeddings": stated, "rope_scaling": three}
+    assert parse_config(config).config.max_position == stated
