@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from dllm_jax.loading.longest_token import longest_token, num_characters
+from dllm_jax.loading.reach import Reach, reach
 from dllm_jax.serve.pipe import Facts
 from dllm_jax.serve.refusals import Refusal, shown
 from dllm_jax.serve.wire import Turn, text_of
@@ -49,10 +49,7 @@ class TextSide:
             mask = facts.mask_token_id if facts.mask_token_id >= 0 else None
             self.tokenizer = read_tokenizer(Path(facts.tokenizer_folder), mask)
         self.chats = self.chat_template is not None
-        # So many characters, white space aside, are certain to be too long.
-        self._most_chars: int | None = None
-        if self.tokenizer is not None and (longest := longest_token(self.tokenizer)):
-            self._most_chars = longest * facts.max_model_len
+        self._reach = None if self.tokenizer is None else reach(self.tokenizer)
         self._max_model_len = facts.max_model_len
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
@@ -98,8 +95,9 @@ class TextSide:
         Args:
             least: Characters that are taken anyway; 0: as many as may fit.
         """
-        most = max(self._most_chars or (0 if least else len(text)), least)
-        if len(text) > most and (found := num_characters(text)) > most:
+        known = self._reach or Reach(0 if least else len(text), False)
+        most = max(known.longest * self._max_model_len, least)
+        if len(text) > most and (found := known.size(text)) > most:
             raise Refusal(
                 f"{param} has {found} characters; the context takes {self._max_model_len} tokens, "
                 f"and {most} characters are the most: shorten it",

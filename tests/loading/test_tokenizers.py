@@ -29,7 +29,7 @@ from dllm_jax.cli import main
 from dllm_jax.convert.tokenizer_files import read_facts
 from dllm_jax.engine.detokenize import TextStream
 from dllm_jax.loading import chat
-from dllm_jax.loading.longest_token import longest_token, num_characters
+from dllm_jax.loading.reach import reach
 from dllm_jax.loading.tokenizer import encode, read_tokenizer
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.family_table import FAMILIES
@@ -823,7 +823,7 @@ LOSSY = {
 }
 
 
-def bounded(kind):
+def bounded(kind, takes_space=False):
     """A tokenizer whose tokens stand for a bounded text."""
     if kind == "bytes":
         one = Tokenizer(models.BPE(VOCAB, MERGES))
@@ -835,21 +835,22 @@ def bounded(kind):
         one = Tokenizer(models.BPE(vocab, [("▁", "a"), ("a", "a")], byte_fallback=True))
         one.normalizer = normalizers.Replace(" ", "▁")
         one.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits()])
-    one.add_tokens([AddedToken("<m>", lstrip=True, rstrip=True, normalized=False)])
+    one.add_tokens([AddedToken("<m>", lstrip=takes_space, normalized=False)])
     return one
 
 
+@pytest.mark.parametrize("takes_space", [True, False])
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
-def test_item_2_no_token_stands_for_more_than_the_longest(kind):
-    backend = bounded(kind)
-    longest = longest_token(SimpleNamespace(backend_tokenizer=backend))
-    assert 4 <= longest <= 50
+def test_item_2_no_token_stands_for_more_than_the_longest(kind, takes_space):
+    backend = bounded(kind, takes_space)
+    found = reach(SimpleNamespace(backend_tokenizer=backend))
+    assert found.takes_space is takes_space
+    assert 4 <= found.longest <= 50
 
     @settings(max_examples=200, deadline=None, database=None)
     @given(st.text(max_size=60) | st.text("a \n\u0345\u0301\u03c9<m>hello w", max_size=300))
     def run(text):
-        ids = backend.encode(text).ids
-        assert len(ids) * longest >= num_characters(text)
+        assert len(backend.encode(text).ids) * found.longest >= found.size(text)
 
     run()
 
@@ -858,4 +859,4 @@ def test_item_2_no_token_stands_for_more_than_the_longest(kind):
 def test_item_2_nothing_is_known_of_tokenizers_that_drop_text(name):
     backend = bounded("bytes")
     LOSSY[name](backend)
-    assert longest_token(SimpleNamespace(backend_tokenizer=backend)) is None
+    assert reach(SimpleNamespace(backend_tokenizer=backend)) is None

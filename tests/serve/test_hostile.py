@@ -98,6 +98,7 @@ MANY = {
         + b"]}",
     ),
     "text": (TEXT, b'{"prompt":"' + b"a" * 4_000_000 + b'"}'),
+    "spaces": (TEXT, b'{"prompt":"' + b" " * 4_000_000 + b'"}'),
     "words": ("/tokenize", b'{"prompt":"' + b"a b " * 1_000_000 + b'"}'),
     "conversation": (CHAT, b'{"messages":[{"role":"user","content":"' + b"a" * 4_000_000 + b'"}]}'),
     "question": (

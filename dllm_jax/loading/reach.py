@@ -2,9 +2,9 @@
 
 import json
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
-# Steps that drop nothing but white space, and the most characters of which they make one.
+# Steps that drop nothing, but for white space, and the most characters of which they make one.
 _MELTED = {
     **dict.fromkeys(("NFC", "NFKC"), 4),
     **dict.fromkeys(("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel", "Metaspace"), 1),
@@ -13,8 +13,24 @@ _MELTED = {
 _SPACES = [chr(i) for i in range(0x3001) if chr(i).isspace()]
 
 
-def longest_token(tokenizer: Any) -> int | None:
-    """The most characters, white space aside, for which one token stands.
+class Reach(NamedTuple):
+    """For how much text one token stands at most.
+
+    Attributes:
+        longest: Characters.
+        takes_space: Any amount of white space more: a special token may swallow what is around it.
+    """
+
+    longest: int
+    takes_space: bool
+
+    def size(self, text: str) -> int:
+        """Characters of a text that count."""
+        return len(text) - (sum(map(text.count, _SPACES)) if self.takes_space else 0)
+
+
+def reach(tokenizer: Any) -> Reach | None:
+    """For how much text one token of a tokenizer stands at most.
 
     Returns:
         None where nothing is known: a step of the tokenizer may drop text, or make one token of
@@ -25,12 +41,10 @@ def longest_token(tokenizer: Any) -> int | None:
     vocab = backend.get_vocab()
     if not melted or backend.truncation is not None or not _has_every_byte(backend.model, vocab):
         return None
-    return melted * max(map(len, vocab))
-
-
-def num_characters(text: str) -> int:
-    """Those that are no white space, which tokens may swallow."""
-    return len(text) - sum(map(text.count, _SPACES))
+    added = backend.get_added_tokens_decoder().values()
+    takes_space = any(token.lstrip or token.rstrip for token in added)
+    takes_space |= "Whitespace" in str(backend.pre_tokenizer)
+    return Reach(melted * max(map(len, vocab)), takes_space)
 
 
 def _has_every_byte(model: Any, vocab: dict[str, int]) -> bool:
