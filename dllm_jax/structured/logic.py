@@ -1,36 +1,31 @@
 """What schemas say together: the ways to be an instance, which values fit, and what has none."""
 
-import itertools
 from collections.abc import Iterator, Mapping
-from decimal import Decimal
-from typing import Any, NamedTuple
+from typing import Any
 
-from .drafts import OF_TYPE, Document, is_number, normal, refused
+from .drafts import OF_TYPE, Document, normal, refused
 from .limits import Budget, TooLarge
-from .patterns import ANYTHING, searched
-from .regex import NoText, accepts, byte_automaton
+from .parts import (
+    Said,
+    Way,
+    fits_plainly,
+    kinds_of,
+    listed_of,
+    names_of,
+    of_item,
+    of_member,
+    parts_of,
+    written_kinds,
+)
+from .patterns import ANYTHING
+from .regex import NoText, byte_automaton
 from .strings import bounds_of, lengths_of, string_patterns
 from .trees import both, repeated
 
 MOST_NESTED = 32
 MOST_READ = 4096  # subschemas, each as often as it is referred to
 MOST_WAYS = 512
-_KINDS = ("string", "number", "integer", "boolean", "null", "array", "object")
-
-
-class Said(NamedTuple):
-    """A schema, where it stands, and the references that led there."""
-
-    schema: Any
-    path: str
-    refs: tuple[str, ...] = ()
-
-    def under(self, name: str, schema: Any) -> "Said":
-        """A schema within."""
-        return Said(schema, f"{self.path}.{name}", self.refs)
-
-
-Way = list[Said]  # plain schemas that hold together: of types, values and their parts
+_PLAIN = {"type", "enum"}.union(*OF_TYPE.values())
 
 
 class NoInstance(ValueError):
@@ -179,7 +174,7 @@ class Logic:
     def _apart(self, way: Way, other: Said) -> Way | None:
         """A way with what makes sure that no instance of it is one of another schema."""
         way = [*way, Said({"type": written_kinds(way)}, other.path)]
-        values = _values(way)
+        values = listed_of(way)
         if values is not None:
             fitting = [one for one in values if not self.fits(one, other)]
             return [*way, Said({"enum": fitting}, other.path)] if fitting else None
@@ -202,12 +197,12 @@ class Logic:
             yield Said({"type": apart}, path)
         if "object" not in kinds_of(way):
             return
-        needed, others = _names(way, "required"), _names(other, "required")
+        needed, others = names_of(way, "required"), names_of(other, "required")
         for name in others:
             if name not in needed:
                 yield Said({"properties": {name: False}}, path)
-        also = _names(other, "properties")
-        for name in _names(way, "properties"):
+        also = names_of(other, "properties")
+        for name in names_of(way, "properties"):
             if name in also:
                 yield Said({"required": [name]}, path)
                 values = self._listed(of_member(way, name))
@@ -223,7 +218,7 @@ class Logic:
         """The values that a schema lists, if it lists them all."""
         found = []
         for way in self.ways(saids):
-            values = _values(way)
+            values = listed_of(way)
             if values is None:
                 return []
             found += [one for one in values if all(self.fits(one, said) for said in way)]
@@ -234,14 +229,14 @@ class Logic:
     def is_empty(self, way: Way) -> bool:
         """Whether it is certain that a way has no instance."""
         self._budget.check()
-        values = _values(way)
+        values = listed_of(way)
         if values is not None:
             return not any(all(self.fits(one, said) for said in way) for one in values)
         return all(self._has_none(kind, way) for kind in kinds_of(way))
 
     def _has_none(self, kind: str, way: Way) -> bool:
         if kind == "object":
-            needed = _names(way, "required")
+            needed = names_of(way, "required")
             return any(self._is_never(of_member(way, name)) for name in needed)
         if kind == "array":
             least, most = lengths_of(way, "minItems", "maxItems")
@@ -301,68 +296,17 @@ class Logic:
             name = "then" if self.fits(value, said.under("if", schema["if"])) else "else"
             refs.append(said.under(name, schema.get(name, True)))
         return (
-            _fits_plainly(value, schema, said.path, self._budget)
+            fits_plainly(value, schema, said.path, self._budget)
             and all(self.fits(value, one) for one in (*refs, *every["allOf"]))
             and (not every["anyOf"] or any(self.fits(value, one) for one in every["anyOf"]))
             and (not every["oneOf"] or sum(self.fits(value, one) for one in every["oneOf"]) == 1)
             and not ("not" in schema and self.fits(value, said.under("not", schema["not"])))
-            and all(self.fits(*part) for part in _parts(value, said._replace(schema=schema)))
+            and all(self.fits(*part) for part in parts_of(value, said._replace(schema=schema)))
         )
-
-
-_PLAIN = {"type", "enum"}.union(*OF_TYPE.values())
 
 
 def _has(name: str) -> dict[str, Any]:
     return {"type": "object", "required": [name]}
-
-
-def kinds_of(way: Way) -> list[str]:
-    """The types of JSON that a way's instances may have."""
-    found = [
-        kind
-        for kind in _KINDS
-        if all(
-            kind in types or (kind == "integer" and "number" in types)
-            for types in (said.schema.get("type", _KINDS) for said in way)
-        )
-    ]
-    return [kind for kind in found if kind != "integer" or "number" not in found]
-
-
-def written_kinds(way: Way) -> list[str]:
-    """Those that are written: where no type is named, those that the keywords are about."""
-    kinds, keys = kinds_of(way), {key for said in way for key in said.schema}
-    about = [kind for kind in kinds if OF_TYPE[kind] & keys]
-    return about if "type" not in keys and about else kinds
-
-
-def of_member(way: Way, name: str) -> list[Said]:
-    """What is said of the value of a name in an object."""
-    found = []
-    for said in way:
-        schema, own = said.schema, []
-        if name in schema.get("properties", {}):
-            own.append(said.under(f"properties.{name}", schema["properties"][name]))
-        for pattern, one in schema.get("patternProperties", {}).items():
-            if _matches(pattern, name, f"{said.path}.patternProperties"):
-                own.append(said.under(f"patternProperties.{pattern}", one))
-        if not own and "additionalProperties" in schema:
-            own.append(said.under("additionalProperties", schema["additionalProperties"]))
-        found += own
-    return found
-
-
-def of_item(way: Way, place: int) -> list[Said]:
-    """What is said of an item of an array."""
-    found = []
-    for said in way:
-        first = said.schema.get("prefixItems", [])
-        if place < len(first):
-            found.append(said.under(f"prefixItems[{place}]", first[place]))
-        elif "items" in said.schema:
-            found.append(said.under("items", said.schema["items"]))
-    return found
 
 
 def _closed(way: Way, said: Said, name: str, known: tuple[str, ...], rest: Any) -> Way:
@@ -377,90 +321,3 @@ def _closed(way: Way, said: Said, name: str, known: tuple[str, ...], rest: Any) 
         for key in known[:-1]:
             schema[key] = {part: True for one in way for part in one.schema.get(key, {})}
     return [said._replace(schema=schema)]
-
-
-def _names(way: Way, keyword: str) -> dict[str, None]:
-    return {name: None for said in way for name in said.schema.get(keyword, [])}
-
-
-def _values(way: Way) -> list[Any] | None:
-    return next((said.schema["enum"] for said in way if "enum" in said.schema), None)
-
-
-def is_kind(value: Any, kind: str) -> bool:
-    """Whether a value is of a type of JSON."""
-    if kind in ("number", "integer"):
-        return is_number(value) and (kind == "number" or value == int(value))
-    of = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
-    return isinstance(value, of[kind])
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two values of JSON are equal."""
-    if isinstance(a, bool) or isinstance(b, bool):
-        return a is b
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return a == b
-
-
-def _matches(pattern: str, text: str, path: str, budget: Budget | None = None) -> bool:
-    try:
-        return accepts(byte_automaton(searched(pattern), budget or Budget()), text.encode())
-    except NoText:
-        return False
-    except ValueError as error:
-        raise refused(path, str(error)) from None
-
-
-def _fits_plainly(value: Any, schema: Mapping[str, Any], path: str, budget: Budget) -> bool:
-    """By what is said of the value alone, not of its parts."""
-    if "type" in schema and not any(is_kind(value, kind) for kind in schema["type"]):
-        return False
-    if "enum" in schema and not any(same(value, one) for one in schema["enum"]):
-        return False
-    if isinstance(value, str):
-        least, most = schema.get("minLength", 0), schema.get("maxLength")
-        is_long = least <= len(value) and (most is None or len(value) <= most)
-        return is_long and (
-            "pattern" not in schema or _matches(schema["pattern"], value, f"{path}.pattern", budget)
-        )
-    if is_number(value):
-        low, is_low_out, high, is_high_out, steps = bounds_of([Said(schema, path)])
-        number = Decimal(str(value))
-        return (
-            (low is None or low < number or (low == number and not is_low_out))
-            and (high is None or number < high or (number == high and not is_high_out))
-            and all(number % step == 0 for step in steps)
-        )
-    if isinstance(value, list):
-        least, most = schema.get("minItems", 0), schema.get("maxItems")
-        is_unique = not schema.get("uniqueItems") or not any(
-            same(a, b) for a, b in itertools.combinations(value, 2)
-        )
-        return is_unique and least <= len(value) and (most is None or len(value) <= most)
-    if isinstance(value, dict):
-        least, most = schema.get("minProperties", 0), schema.get("maxProperties")
-        needed = [*schema.get("required", [])]
-        for name, more in schema.get("dependentRequired", {}).items():
-            needed += more if name in value else []
-        is_many = least <= len(value) and (most is None or len(value) <= most)
-        return is_many and all(name in value for name in needed)
-    return True
-
-
-def _parts(value: Any, said: Said) -> Iterator[tuple[Any, Said]]:
-    """The parts of a value, and the schemas of each."""
-    if isinstance(value, list):
-        for i, one in enumerate(value):
-            yield from ((one, part) for part in of_item([said], i))
-    if isinstance(value, dict):
-        for name, one in value.items():
-            yield from ((one, part) for part in of_member([said], name))
-            if "propertyNames" in said.schema:
-                yield name, said.under("propertyNames", said.schema["propertyNames"])
-        for name, then in said.schema.get("dependentSchemas", {}).items():
-            if name in value:
-                yield value, said.under(f"dependentSchemas.{name}", then)

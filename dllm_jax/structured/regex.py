@@ -172,17 +172,6 @@ def byte_automaton(tree: Tree, budget: Budget) -> tuple[np.ndarray, np.ndarray]:
     nfa = _Nfa(budget)
     start = nfa.state()
     end = nfa.add(start, tree)
-    lows = sorted(
-        {0, 256} | {cut for edges in nfa.edges for a, b, _ in edges for cut in (a, b + 1)}
-    )
-    number_of = {low: number for number, low in enumerate(lows)}
-    by_class: list[dict[int, list[int]]] = []
-    for edges in nfa.edges:
-        own: dict[int, list[int]] = {}
-        for low, high, onto in edges:
-            for number in range(number_of[low], number_of[high + 1]):
-                own.setdefault(number, []).append(onto)
-        by_class.append(own)
     closures: dict[int, frozenset[int]] = {}
 
     def closure(state: int) -> frozenset[int]:
@@ -194,36 +183,37 @@ def byte_automaton(tree: Tree, budget: Budget) -> tuple[np.ndarray, np.ndarray]:
                     if onto not in seen:
                         seen.add(onto)
                         todo.append(onto)
-            closures[state] = frozenset(one for one in seen if by_class[one] or one == end)
+            closures[state] = frozenset(one for one in seen if nfa.edges[one] or one == end)
         return closures[state]
 
     first = closure(start)
-    numbers, todo, rows = {frozenset(): 0, first: 1}, [first], {0: {}}
+    numbers, todo = {frozenset(): 0, first: 1}, [first]
+    rows = {0: np.zeros(256, np.int32)}
+    known: dict[tuple[int, ...], int] = {(): 0}  # the number of the states behind edges
     while todo:
         states = todo.pop()
         budget.check(len(numbers))
-        found: dict[int, list[int]] = {}
-        for state in states:
-            for number, targets in by_class[state].items():
-                found.setdefault(number, []).extend(targets)
-        row, known = {}, {}
-        for number, targets in found.items():
-            named = tuple(targets)
+        edges = [edge for state in states for edge in nfa.edges[state]]
+        cuts = sorted({cut for low, high, _ in edges for cut in (low, high + 1)})
+        place = {cut: number for number, cut in enumerate(cuts)}
+        found: list[list[int]] = [[] for _ in cuts]
+        for low, high, onto in edges:
+            for number in range(place[low], place[high + 1]):
+                found[number].append(onto)
+        row = np.zeros(256, np.int32)
+        for (low, above), onto in zip(itertools.pairwise(cuts), found, strict=False):
+            named = tuple(onto)
             if named not in known:
-                key = frozenset().union(*map(closure, targets))
+                key = frozenset().union(*map(closure, named))
                 if key not in numbers:
                     numbers[key] = len(numbers)
                     todo.append(key)
                 known[named] = numbers[key]
-            row[number] = known[named]
+            row[low:above] = known[named]
         rows[numbers[states]] = row
-    table = np.zeros((len(numbers), len(lows) - 1), np.int32)
-    for state, row in rows.items():
-        table[state, list(row)] = list(row.values())
-    accepting = np.zeros(len(numbers), bool)
-    accepting[[number for states, number in numbers.items() if end in states]] = True
-    table, accepting = _least(table, accepting, budget)
-    return np.repeat(table, np.diff(lows), axis=1), accepting
+    table = np.stack([rows[number] for number in range(len(numbers))])
+    accepting = np.array([end in states for states in numbers])
+    return _least(table, accepting, budget)
 
 
 def _least(
@@ -232,16 +222,19 @@ def _least(
     """Equal states joined (Moore); 0 stays dead and 1 the first."""
     # Equal states are equally far from an end, which tells most others apart at once.
     block, count = distances(table, accepting, budget), 0
+    columns = np.unique(table, axis=1)
+    weights = np.random.default_rng(0).integers(1 << 63, size=columns.shape[1] + 1, dtype=np.uint64)
     while True:
         budget.check()
-        signature = np.concatenate([block[:, None], block[table]], axis=1)
-        known: dict[bytes, int] = {}
-        block = np.array(
-            [known.setdefault(row.tobytes(), len(known)) for row in signature], np.int32
-        )
-        if len(known) == count:
+        signature = np.concatenate([block[:, None], block[columns]], axis=1)
+        sums = signature.astype(np.uint64) @ weights  # equal rows have equal ones
+        _, first, number = np.unique(sums, return_index=True, return_inverse=True)
+        if (signature != signature[first[number]]).any():  # and others almost never
+            _, number = np.unique(signature, axis=0, return_inverse=True)
+        block = number.astype(np.int32)
+        if (now := int(block.max()) + 1) == count:
             break
-        count = len(known)
+        count = now
     _, first = np.unique(block, return_index=True)
     if block[0] == block[1]:
         raise NoText("the constraint matches no text; correct it")

@@ -13,18 +13,8 @@ from typing import Any
 
 from .drafts import refused
 from .limits import Budget
-from .logic import (
-    MOST_NESTED,
-    Logic,
-    NoInstance,
-    Said,
-    Way,
-    kinds_of,
-    of_item,
-    of_member,
-    same,
-    written_kinds,
-)
+from .logic import MOST_NESTED, Logic, NoInstance
+from .parts import Said, Way, kinds_of, listed_of, names_of, of_item, of_member, same, written_kinds
 from .patterns import ANYTHING, searched
 from .regex import NoText, byte_automaton
 from .strings import CHAR, lengths_of, number_tree, string_tree
@@ -75,7 +65,7 @@ class _Writer:
         for way in self._logic.ways(saids):
             if not way:
                 return self._any(self._budget.nesting)
-            for kind in ["enum"] if _listed(way) is not None else written_kinds(way):
+            for kind in ["enum"] if listed_of(way) is not None else written_kinds(way):
                 try:
                     trees.append(self._of_kind(kind, way))
                 except NoInstance as one:
@@ -88,7 +78,7 @@ class _Writer:
     def _of_kind(self, kind: str, way: Way) -> Tree:
         path = way[0].path
         if kind == "enum":
-            values = _listed(way) or []
+            values = listed_of(way) or []
             fitting = [one for one in values if all(self._logic.fits(one, said) for said in way)]
             if not fitting:
                 raise _none(path, "lists no value (enum, const) that fits what else is said")
@@ -101,13 +91,25 @@ class _Writer:
             least, most = lengths_of(way, "minLength", "maxLength")
             if most is not None and most < least:
                 raise _none(f"{path}.maxLength", "is below minLength")
-            return [*text('"'), *string_tree(way, self._budget), *text('"')]
+            try:
+                tree = string_tree(way, self._budget)
+                self._check_texts(tree)
+            except NoText:
+                raise _none(path, "has a pattern, format or length that no other fits") from None
+            return [*text('"'), *tree, *text('"')]
         if kind in ("integer", "number") and any(_is_bound(said) for said in way):
-            tree = number_tree(way, kind == "integer")
-            if tree is None:
-                raise _none(path, "has bounds with no number between them")
+            try:
+                tree = number_tree(way, kind == "integer")
+                self._check_texts(tree)
+            except NoText:
+                raise _none(path, "has bounds with no number between them") from None
             return tree
         return _SCALARS[kind]
+
+    def _check_texts(self, tree: Tree) -> None:
+        """Whether two trees have a text together is seen by their automaton alone."""
+        if tree and tree[0][0] in (BOTH, FIRST_ALONE):
+            byte_automaton(tree, self._budget)
 
     # --- objects ---------------------------------------------------------------------------------
 
@@ -115,8 +117,7 @@ class _Writer:
         least, most = lengths_of(way, "minProperties", "maxProperties")
         if most is not None and most < least:
             raise _none(f"{path}.maxProperties", "is below minProperties")
-        needed = {name: None for said in way for name in said.schema.get("required", [])}
-        listed = {name: None for said in way for name in said.schema.get("properties", {})}
+        needed, listed = names_of(way, "required"), names_of(way, "properties")
         every = []
         for name in listed | needed:
             saids = of_member(way, name)
@@ -202,6 +203,9 @@ class _Writer:
         if most is not None and most < least:
             raise _none(f"{path}.maxItems", "is below minItems")
         longest = max((len(said.schema.get("prefixItems", [])) for said in way), default=0)
+        is_set = most != 1 and any(said.schema.get("uniqueItems") for said in way)
+        if is_set and longest:
+            raise refused(f"{path}.uniqueItems", "beside prefixItems is not supported")
         first = []
         for place in range(longest if most is None else min(longest, most)):
             try:
@@ -213,14 +217,12 @@ class _Writer:
         if most is None or most > longest:
             saids = of_item(way, longest)
             try:
-                if most != 1 and any(said.schema.get("uniqueItems") for said in way):
-                    return self._unique(saids, path, longest, least, most)
+                if is_set:
+                    return self._unique(saids, path, least, most)
                 few, left = max(least - longest, 0), None if most is None else most - longest
                 rest = self._several(self.value(saids), max(few, 1) if first else few, left)
             except NoInstance:
                 most = longest
-        elif most > 1 and any(said.schema.get("uniqueItems") for said in way):
-            raise refused(f"{path}.uniqueItems", "beside prefixItems is not supported")
         if most is not None and most < least:
             raise _none(f"{path}.minItems", f"is above the {most} items that are allowed")
         if not first:
@@ -234,17 +236,15 @@ class _Writer:
             tree = tree if is_required else repeated(tree, 0, 1)
         return self._braced("[]", tree)
 
-    def _unique(
-        self, saids: list[Said], path: str, longest: int, least: int, most: int | None
-    ) -> Tree:
+    def _unique(self, saids: list[Said], path: str, least: int, most: int | None) -> Tree:
         """Items of listed values, each once: a few in any order, more in that of the list."""
         values: list[Any] = []
         for way in self._logic.ways(saids):
-            listed = _listed(way)
+            listed = listed_of(way)
             if listed is None:
                 small = {"boolean": [False, True], "null": [None]}
                 kinds = kinds_of(way)
-                if longest or not set(kinds) <= set(small):
+                if not set(kinds) <= set(small):
                     raise refused(
                         f"{path}.uniqueItems",
                         "is supported for items of an enum, or one item (maxItems); leave it out",
@@ -311,10 +311,6 @@ def _none(path: str, what: str) -> NoInstance:
 
 def _said(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _listed(way: Way) -> list[Any] | None:
-    return next((said.schema["enum"] for said in way if "enum" in said.schema), None)
 
 
 def _is_bound(said: Said) -> bool:

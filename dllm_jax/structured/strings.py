@@ -10,6 +10,7 @@ from .formats import FORMATS
 from .limits import Budget
 from .numerals import numeral_pattern
 from .patterns import ANYTHING, searched
+from .regex import NoText
 from .trees import Tree, both, in_json, lengths, multiples, parsed, repeated, repeats_one, shorter
 
 MOST_DIGITS = 40
@@ -45,7 +46,11 @@ def string_patterns(way: Sequence[Any]) -> list[Tree]:
 
 
 def string_tree(way: Sequence[Any], budget: Budget) -> Tree:
-    """What stands between the quotes."""
+    """What stands between the quotes.
+
+    Raises:
+        NoText: The lengths are not those of the pattern.
+    """
     least, most = lengths_of(way, "minLength", "maxLength")
     formats = {}
     for said in way:
@@ -61,7 +66,10 @@ def string_tree(way: Sequence[Any], budget: Budget) -> Tree:
     if len(trees) == 1 and (repeats := repeats_one(trees[0])):
         one, few, many = repeats
         most = many if most is None else most if many is None else min(most, many)
-        return in_json(repeated(one, max(least, few), most))
+        least = max(least, few)
+        if most is not None and most < least:
+            raise NoText("the lengths are not those of the pattern")
+        return in_json(repeated(one, least, most))
     tree = both(trees)
     if most is not None and most >= _LONG:
         tree = next(
@@ -107,8 +115,12 @@ def _decimal(number: Any, path: str) -> Decimal:
     return found
 
 
-def number_tree(way: Sequence[Any], is_whole: bool) -> Tree | None:
-    """Numerals between bounds; None where there is none."""
+def number_tree(way: Sequence[Any], is_whole: bool) -> Tree:
+    """Numerals between bounds.
+
+    Raises:
+        NoText: There is none.
+    """
     low, is_low_out, high, is_high_out, steps = bounds_of(way)
     paths = [f"{said.path}.multipleOf" for said in way if "multipleOf" in said.schema]
     for step, path in zip(steps, paths, strict=True):
@@ -124,5 +136,5 @@ def number_tree(way: Sequence[Any], is_whole: bool) -> Tree | None:
         raise refused(paths[0], f"makes a step of more than {MOST_STEP} with others; leave it out")
     found = numeral_pattern(low, high, is_low_out, is_high_out, is_whole or bool(steps))
     if found is None:
-        return None
+        raise NoText("no number is between the bounds")
     return parsed(found) if step == 1 else both([parsed(found), multiples(step)])

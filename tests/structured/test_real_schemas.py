@@ -179,6 +179,12 @@ TAKEN = [
         ["1.5", "-00.1", "7."],
         ['""', '"-."', '"1e5"'],
     ),
+    (
+        "a name without a value",
+        {"properties": {"a": {"pattern": "^.{2}$", "maxLength": 1, "type": "string"}, "b": WORD}},
+        [{}, {"b": "x"}],
+        ['{"a":"xy"}', '{"a":"x"}'],
+    ),
     ("lengths and a pattern", WORD, ["a", "abc"], ['"abcd"', '""', '"A"']),
     (
         "an address of any length",
@@ -275,6 +281,7 @@ def test_c45_13_unknown_keywords_are_annotations_and_noted():
         ({"$dynamicRef": "#x"}, "$.$dynamicRef is not supported"),
         ({"disallow": "string"}, "$.disallow is not supported"),
         ({"items": WORD, "uniqueItems": True}, "$.uniqueItems"),
+        ({"prefixItems": [{}], "items": {"enum": [1]}, "uniqueItems": True}, "$.uniqueItems"),
         ({"$ref": "#/$defs/n", "$defs": {"n": {"$ref": "#/$defs/n"}}}, "refers to itself"),
         ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "refers to itself"),
         ({"oneOf": [{"type": "string"}, {"maxLength": 3}]}, "shares instances"),
