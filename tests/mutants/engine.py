@@ -492,8 +492,8 @@ ADMISSION = [
         "admission.py",
         sequences_share_a_key=("number + index if params.seed is None else index", "index"),
         own_stop_ids_are_kept=(
-            "() if params.ignore_eos else layout.stop_token_ids)\n    stop_ids",
-            "layout.stop_token_ids)\n    stop_ids",
+            "() if params.ignore_eos else layout.stop_token_ids)\n    if params.stop",
+            "layout.stop_token_ids)\n    if params.stop",
         ),
         deadline_on_the_clock=("else now + request.deadline_s", "else request.deadline_s"),
         hole_of_the_suffix_is_not_text=(
