@@ -46,6 +46,7 @@ from .diffusion_gemma import DiffusionGemma
 from .dmax import DMax
 from .edit import Edit
 from .edit_indel import EditIndel
+from .entropy_blocks import EntropyBlocks
 from .fast_dllm_v2 import FastDLLMV2
 from .full_sequence import FullSequence
 from .multi_bd import MultiBD
@@ -63,6 +64,7 @@ __all__ = [
     "DiffusionGemma",
     "Edit",
     "EditIndel",
+    "EntropyBlocks",
     "FastDLLMV2",
     "Forward",
     "ForwardOutput",
