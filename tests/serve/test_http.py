@@ -473,7 +473,7 @@ def test_an_engine_is_replaced(tmp_path):
         tokens = server.metric("dllm_generation_tokens_total")
         os.kill(server.child(), signal.SIGKILL)
         assert within(20, lambda: server.get("/health")[0] == 503)
-        server.wait_ready(20)
+        server.wait_ready(60)
         assert server.chat(max_tokens=64)[0] == 200
         assert server.metric("dllm_generation_tokens_total") == tokens + 64
         assert server.metric("dllm_engine_restarts_total") == 1
