@@ -179,7 +179,8 @@ def _refuse_resizing(
     ]
     if not family.edits and facts.id_of("<|expand|>") is not None:
         found.append("the token <|expand|>")
-    if found and family.mask_tokens:
+    is_named = any(DREAMON in problem for problem in fields.problems)  # one line is enough
+    if found and family.mask_tokens and not is_named:
         fields.problems.append(f"{' and '.join(found)}: this is a model such as {DREAMON}")
 
 

@@ -160,6 +160,7 @@ DREAMON = "DreamOn: its expand and delete ids change the length of the text whil
         ("dream", {}, {"expand_token_id": 48}, {}, ""),
         ("dream", {}, {}, {"<|expand|>": 48}, ""),
         ("dream", {}, {}, {}, "DreamOn-v0-7B"),
+        ("dream", {"expand_token_id": 48}, {}, {"<|expand|>": 48}, "DreamOn-v0-7B"),
         ("sdar", {"insert_token_ids": [48, 49]}, {}, {}, ""),
         ("llada", {"split_token_id": 0}, {}, {}, ""),
         ("llada2", {"expand_token_id": 48}, {}, {}, ""),
