@@ -246,7 +246,7 @@ class Logic:
             return any(self._is_never(of_item(way, i)) for i in range(min(least, longest + 1)))
         if kind == "string":
             least, most = lengths_of(way, "minLength", "maxLength")
-            patterns = string_patterns(way)
+            patterns = string_patterns(way, is_wide=True)
             if most is not None and most < least:
                 return True
             if not patterns:

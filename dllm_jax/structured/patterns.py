@@ -2,6 +2,7 @@ r"""Patterns of JSON schemas, which are ECMA-262's, to trees of the texts in whi
 
 Other programs read a pattern as Python or Rust do, whose classes hold more of Unicode. A text that
 is written here is right by all of them: `\s` is what all call white space, and `\S` what none does.
+Where a pattern says which texts are *not* written, it has the texts of all of them (`is_wide`).
 """
 
 import functools
@@ -38,16 +39,20 @@ _END = (_c.AT_END, _c.AT_END_STRING)
 _SPELLING = re.compile(r"\\u\{([0-9a-fA-F]+)\}|\\.|\(\?<(?![=!])|\[\^\]|\{,", re.DOTALL)
 
 
-def searched(pattern: str) -> Tree:
+def searched(pattern: str, is_wide: bool = False) -> Tree:
     """The tree of all texts in which a pattern is found.
 
     Anchors may stand at the ends of the pattern and of its alternatives, and look-aheads at its
     beginning.
 
+    Args:
+        is_wide: By one of the standards; else by all of them.
+
     Raises:
         ValueError: It is no pattern, or uses what no automaton can.
     """
-    tree = _begun(_ended(_explicit(parsed(_SPELLING.sub(_spelt, pattern)))))
+    tree = _explicit(parsed(_SPELLING.sub(_spelt, pattern)), is_wide)
+    tree = _begun(_ended(tree, is_wide), is_wide)
     _check(tree)
     return tree
 
@@ -73,19 +78,20 @@ def _spelt(match: re.Match[str]) -> str:
     return {"(?<": "(?P<", "[^]": r"[\s\S]"}.get(match[0], match[0])
 
 
-def _explicit(tree: Any) -> Tree:
+def _explicit(tree: Any, is_wide: bool) -> Tree:
     """A tree whose classes are ranges of characters."""
     found: Tree = []
     for op, value in tree:
-        ranges = _ranges(op, value)
+        ranges = _ranges(op, value, is_wide)
         if ranges is not None:
             found.append((_c.IN, [(_c.RANGE, pair) for pair in ranges]))
         elif op in (_c.BRANCH, _c.SUBPATTERN):
-            found += either([_explicit(one) for one in children(op, value)])
+            found += either([_explicit(one, is_wide) for one in children(op, value)])
         elif op in (_c.MAX_REPEAT, _c.MIN_REPEAT):
-            found.append((_c.MAX_REPEAT, (*value[:2], _explicit(value[2]))))
+            found.append((_c.MAX_REPEAT, (*value[:2], _explicit(value[2], is_wide))))
         elif op in (_c.ASSERT, _c.ASSERT_NOT):
-            found.append((op, (value[0], _explicit(value[1]))))
+            inner = _explicit(value[1], is_wide is (op is _c.ASSERT))
+            found.append((op, (value[0], inner)))
         elif op is _c.AT:
             found.append((op, value))
         else:
@@ -93,29 +99,29 @@ def _explicit(tree: Any) -> Tree:
     return found
 
 
-def _ranges(op: Any, value: Any) -> Ranges | None:
+def _ranges(op: Any, value: Any, is_wide: bool) -> Ranges | None:
     if op is _c.ANY:
-        return inverted(_LINE_ENDS)
+        return inverted(_LINE_ENDS[:1] if is_wide else _LINE_ENDS)
     if op is not _c.IN:
         return ranges_of(op, value)
     negate = any(kind is _c.NEGATE for kind, _ in value)
     ranges: Ranges = []
     for kind, one in value:
         if kind is _c.CATEGORY:
-            ranges += _category(one, negate)
+            ranges += _category(one, negate is not is_wide)
         elif kind is not _c.NEGATE:
             ranges += ranges_of(_c.IN, [(kind, one)]) or []
     return inverted(ranges) if negate else ranges
 
 
-def _category(of: Any, is_outside: bool) -> Ranges:
-    """The characters of a class: by all standards, or by one of them where it is outside."""
+def _category(of: Any, is_wide: bool) -> Ranges:
+    """The characters of a class: by all standards, or by one of them."""
     name = str(of).lower()
     if "_not_" in name:
-        return inverted(_category(getattr(_c, name.replace("_not", "").upper()), not is_outside))
+        return inverted(_category(getattr(_c, name.replace("_not", "").upper()), not is_wide))
     if of is _c.CATEGORY_SPACE:
-        return [*_SPACES, *(_ODD_SPACES if is_outside else [])]
-    if is_outside:
+        return [*_SPACES, *(_ODD_SPACES if is_wide else [])]
+    if is_wide:
         return _of_unicode(of is _c.CATEGORY_WORD)
     return ranges_of(_c.IN, [(_c.CATEGORY, of)]) or []
 
@@ -135,34 +141,36 @@ def _has_anchor(tree: Tree) -> bool:
     )
 
 
-def _ended(tree: Tree) -> Tree:
+def _ended(tree: Tree, is_wide: bool) -> Tree:
     """With what may follow."""
     if not tree:
         return [*ANYTHING]
     op, value = tree[-1]
-    if op is _c.AT and value in _END:
-        return tree[:-1]
+    if op is _c.AT and value in _END:  # Python's is found before a last line end too
+        return [*tree[:-1], *(repeated([(_c.LITERAL, 10)], 0, 1) if is_wide else [])]
     if op is _c.BRANCH and _has_anchor(tree[-1:]):
-        return [*tree[:-1], *either([_ended(list(one)) for one in children(op, value)])]
+        return [*tree[:-1], *either([_ended(list(one), is_wide) for one in children(op, value)])]
     return [*tree, *ANYTHING]
 
 
-def _begun(tree: Tree) -> Tree:
+def _begun(tree: Tree, is_wide: bool) -> Tree:
     """With what may come before."""
     if not tree:
         return []
     op, value = tree[0]
     if op is _c.AT and value in _BEGIN:
-        return _looked_ahead(tree[1:])
+        return _looked_ahead(tree[1:], is_wide)
     if op is _c.BRANCH and _has_anchor(tree[:1]):
-        return [*either([_begun(list(one)) for one in children(op, value)]), *tree[1:]]
+        return [*either([_begun(list(one), is_wide) for one in children(op, value)]), *tree[1:]]
     return [*ANYTHING, *tree]
 
 
-def _looked_ahead(tree: Tree) -> Tree:
+def _looked_ahead(tree: Tree, is_wide: bool) -> Tree:
     """Behind the beginning of a text: look-aheads are about the whole of it."""
     if not tree or tree[0][0] not in (_c.ASSERT, _c.ASSERT_NOT) or tree[0][1][0] < 0:
         return tree
     op, (_, inner) = tree[0]
     inner = inner[1:] if inner and inner[0][0] is _c.AT and inner[0][1] in _BEGIN else inner
-    return [(BOTH if op is _c.ASSERT else FIRST_ALONE, (_looked_ahead(tree[1:]), _ended(inner)))]
+    of = BOTH if op is _c.ASSERT else FIRST_ALONE
+    inner = _ended(inner, is_wide is (of == BOTH))
+    return [(of, (_looked_ahead(tree[1:], is_wide), inner))]

@@ -192,8 +192,9 @@ class _Writer:
             if patterns and not any(matched) and all(one.schema is True for one in saids):
                 continue  # any other name with any value would be most of the automaton
             key = _STRING if not patterns else in_json(ANYTHING)
-            for pattern, tree in patterns.items():
-                key = [(BOTH if is_of[pattern] else FIRST_ALONE, (key, in_json(tree)))]
+            for pattern, (tree, wide) in patterns.items():
+                one = (BOTH, (key, in_json(tree)))
+                key = [one if is_of[pattern] else (FIRST_ALONE, (key, in_json(wide)))]
             yield key if not patterns else [*text('"'), *key, *text('"')], saids
 
     # --- arrays ----------------------------------------------------------------------------------
@@ -317,13 +318,13 @@ def _is_bound(said: Said) -> bool:
     return any(name.endswith("imum") or name == "multipleOf" for name in said.schema)
 
 
-def _patterns(way: Sequence[Said]) -> dict[str, Tree]:
-    """The trees of the patterns of names."""
+def _patterns(way: Sequence[Said]) -> dict[str, tuple[Tree, Tree]]:
+    """The trees of the patterns of names, and those of the names that none of them has."""
     found = {}
     for said in way:
         for pattern in said.schema.get("patternProperties", {}):
             try:
-                found[pattern] = searched(pattern)
+                found[pattern] = searched(pattern), searched(pattern, is_wide=True)
             except ValueError as error:
                 raise refused(f"{said.path}.patternProperties", str(error)) from None
     return found

@@ -32,14 +32,14 @@ def lengths_of(way: Sequence[Any], low: str, high: str) -> tuple[int, int | None
     return least, min(most, default=None)
 
 
-def string_patterns(way: Sequence[Any]) -> list[Tree]:
-    """Trees of a way's patterns."""
+def string_patterns(way: Sequence[Any], is_wide: bool = False) -> list[Tree]:
+    """Trees of a way's patterns, as of `searched`."""
     found = {}
     for said in way:
         if "pattern" in said.schema:
             pattern = said.schema["pattern"]
             try:
-                found[pattern] = searched(pattern)
+                found[pattern] = searched(pattern, is_wide)
             except ValueError as error:
                 raise refused(f"{said.path}.pattern", str(error)) from None
     return [*found.values()]

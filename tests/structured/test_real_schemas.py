@@ -221,6 +221,18 @@ TAKEN = [
         [{"a": 1}, {"ab": 2}, {"xb": 3}],
         ['{"ab":1}', '{"xb":1}'],
     ),
+    (
+        "names that no pattern has, by any standard",
+        {"patternProperties": {"b$": {"const": 1}}, "additionalProperties": {"const": 2}},
+        [{"ab": 1}, {"ba": 2}],
+        ['{"ab":2}', '{"b\\n":2}', '{"b\\n":1}'],
+    ),
+    (
+        "a look-ahead, by any standard",
+        {"pattern": r"^(?!a$)\w+\s?$"},
+        ["b", "ab"],
+        ['"a"', '"a\\n"'],
+    ),
     # listed values
     ("1.0 is whole", {"type": "integer", "enum": [1.0, 2.5]}, [1.0], ["2.5"]),
     ("small and large", {"minimum": 0, "enum": [1e-05, 1e22, -1]}, [1e-05, 1e22], ["-1"]),
