@@ -14,17 +14,20 @@ import os
 import re
 import sys
 import time
+import typing
 import zipfile
 from collections import abc
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 import numpy as np
 
+from dllm_jax.api.json_fields import check_fields
 from dllm_jax.api.strategy import bind_draft, check_fit
+from dllm_jax.engine.checks import short_repr
 from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import EngineConfig, Placement
 from dllm_jax.engine.requests import DraftMetrics, Request, SamplingParams
@@ -125,12 +128,19 @@ def snapshot_saver(
             if sequence.saved is not None
         }
         target = _new_folder(snapshot_folder() if folder is None else folder)
-        np.savez(target / SLOTS, **slots)
+        with _private(target / SLOTS) as file:
+            np.savez(file, **slots)
         # Last: a folder without it is not a snapshot.
-        (target / FACTS).write_text(json.dumps(layout, indent=1) + "\n", encoding="utf-8")
+        with _private(target / FACTS) as file:
+            file.write((json.dumps(layout, indent=1) + "\n").encode())
         return str(target)
 
     return save
+
+
+def _private(path: Path) -> IO[bytes]:
+    """A new file that nobody else may read: it holds prompts."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
 
 def _new_folder(base: Path) -> Path:
@@ -139,7 +149,8 @@ def _new_folder(base: Path) -> Path:
     while True:
         target = base / f"{name}-{os.getpid()}-{number}"
         try:
-            target.mkdir(parents=True)
+            base.mkdir(parents=True, exist_ok=True)
+            target.mkdir(mode=0o700)
         except FileExistsError:
             number += 1
         else:
@@ -249,22 +260,29 @@ def load_snapshot(path: str | Path) -> Snapshot:
                 f"use dllm-jax {layout.get('dllm_jax')}"
             )
         slots = _read_slots(folder / SLOTS)
-        texts = [_saved_text(text, slots.get(str(i))) for i, text in enumerate(layout["texts"])]
-        return Snapshot(
-            folder,
-            layout["model"],
-            layout["strategy"],
-            _of(EngineConfig, layout["config"]),
-            texts,
-            layout["draft"],
-        )
+        texts = [
+            _saved_text(f"texts[{i}]", text, slots.get(str(i)))
+            for i, text in enumerate(layout["texts"])
+        ]
+        check_fields("model", layout["model"], _MODEL)
+        check_fields("strategy", layout["strategy"], {"spec": str, "fields": dict[str, Any]})
+        if layout["draft"] is not None:
+            check_fields("draft", layout["draft"], _MODEL)
+        config = _of(EngineConfig, "config", layout["config"])
+        return Snapshot(folder, layout["model"], layout["strategy"], config, texts, layout["draft"])
     except SnapshotError:
         raise
     except Exception as error:  # a damaged file may raise anything
         raise SnapshotError(
-            f"snapshot {str(path)!r} is damaged ({type(error).__name__}: {error}); "
-            "it cannot be replayed"
+            f"snapshot {str(path)!r} is damaged ({_said(error)}); it cannot be replayed"
         ) from error
+
+
+_MODEL = {"source": str, "dtype": str, "config": dict[str, Any], "weights": str | None}
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _read_slots(path: Path) -> dict[str, np.ndarray]:
@@ -287,26 +305,39 @@ def _read_slots(path: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def _saved_text(layout: Mapping[str, Any], slot: np.ndarray | None) -> SavedText:
+def _saved_text(path: str, layout: Any, slot: np.ndarray | None) -> SavedText:
+    check_fields(path, layout, _TEXT)
     known = len(layout["prompt"]) + len(layout["tokens"])
     if not 0 <= layout["start"] <= known:
-        raise ValueError(f"start={layout['start']} is behind the {known} tokens of its text")
+        raise ValueError(f"{path}.start={layout['start']} is behind the {known} tokens of its text")
     return SavedText(
-        request_id=str(layout["request_id"]),
-        index=int(layout["index"]),
-        prompt=[int(token) for token in layout["prompt"]],
-        tokens=[int(token) for token in layout["tokens"]],
-        start=int(layout["start"]),
-        nfe=int(layout["nfe"]),
-        params=_of(SamplingParams, layout["params"]),
-        placement=_of(Placement, layout["placement"]),
+        **{name: layout[name] for name in _TEXT},
+        params=_of(SamplingParams, f"{path}.params", layout["params"]),
+        placement=_of(Placement, f"{path}.placement", layout["placement"]),
         slot=slot,
     )
 
 
-def _of(kind: Any, fields: Mapping[str, Any]) -> Any:
+_TEXT = {
+    "request_id": str,
+    "index": int,
+    "prompt": list[int],
+    "tokens": list[int],
+    "start": int,
+    "nfe": int,
+}
+
+
+def _of(kind: Any, path: str, fields: Any) -> Any:
     """A frozen dataclass from JSON, whose lists are tuples."""
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+    check_fields(path, fields, {})
+    hints = typing.get_type_hints(kind)
+    check_fields(path, fields, {name: hints[name] for name in fields if name in hints})
+    return kind(**_tuples(fields))
+
+
+def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
 
 
 def saved_strategy(snapshot: Snapshot, given: str | None = None) -> Any:
@@ -330,9 +361,9 @@ def saved_strategy(snapshot: Snapshot, given: str | None = None) -> Any:
         return strategy.replace(**fields)
     except SnapshotError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except Exception as error:  # whatever its fields are
         raise SnapshotError(
-            f"the snapshot's strategy {layout.get('spec')!r} is not what it was ({error}); "
+            f"the snapshot's strategy {layout.get('spec')!r} is not what it was ({_said(error)}); "
             "run it where it was made"
         ) from error
 
@@ -341,7 +372,7 @@ def _field_value(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if "needs" in value:
-        return _of(Needs, value["needs"])
+        return Needs(**_tuples(value["needs"]))
     if "tuple" in value:
         return tuple(map(_field_value, value["tuple"]))
     module, _, name = _in_package(value["function"]).rpartition(":")
@@ -423,8 +454,28 @@ def resume(
         The engine and the request's id.
 
     Raises:
-        SnapshotError: The model, the drafter or the strategy is not the snapshot's.
+        SnapshotError: The model, the drafter or the strategy is not the snapshot's, or a field has
+            a value that no engine wrote.
     """
+    if not 0 <= which < len(snapshot.texts):
+        raise SnapshotError(f"{which=}: the snapshot holds {len(snapshot.texts)} texts")
+    try:
+        return _resumed(snapshot, which, model, implementation, draft, given)
+    except (KeyError, IndexError, TypeError, OverflowError, AttributeError) as error:
+        raise SnapshotError(
+            f"the snapshot's text {which} is damaged ({_said(error)}); it cannot be replayed"
+        ) from error
+
+
+def _resumed(
+    snapshot: Snapshot,
+    which: int,
+    model: Model,
+    implementation: str | None,
+    draft: str | None,
+    given: str | None,
+) -> tuple[Engine, str]:
+    """See `resume`."""
     _check_same("model", snapshot.model, model)
     text = snapshot.texts[which]
     if snapshot.draft is not None:
@@ -442,6 +493,12 @@ def resume(
         )
     written = end + strategy.block_size
     window = strategy.block_size * strategy.buffer_size
+    most = 2 * max(model.config.max_position, buckets.PREFILL_BUCKETS[-1])
+    if max(snapshot.config.prefill_buckets or (0,)) > most:
+        raise SnapshotError(
+            f"config.prefill_buckets={short_repr(snapshot.config.prefill_buckets)} of the snapshot "
+            f"holds more than {most}, twice what the model takes; it cannot be replayed"
+        )
     config = dataclasses.replace(
         snapshot.config,
         max_num_seqs=1,
@@ -462,8 +519,29 @@ def resume(
         )
     )
     (sequence,) = engine.sequences(request_id)
+    _check_text(f"texts[{which}]", text, sequence.placement, layout.vocab_size)
     _restore(sequence, text, written, device)
     return engine, request_id
+
+
+def _check_text(path: str, text: SavedText, fresh: Placement, vocab_size: int) -> None:
+    """Refuse tokens and a placement that do not belong to the text's prompt and parameters."""
+    if not all(0 <= token < vocab_size for token in text.tokens):
+        raise SnapshotError(f"{path}.tokens holds an id outside [0, {vocab_size})")
+    for field in dataclasses.fields(Placement):
+        name = field.name
+        stored, made = getattr(text.placement, name), getattr(fresh, name)
+        if name in ("seed", "fold", "limit"):
+            wrong = not 0 <= stored < 2**32
+        elif name == "knobs":
+            wrong = stored.keys() != made.keys()
+        else:
+            wrong = stored != made
+        if wrong:
+            raise SnapshotError(
+                f"{path}.placement.{name}={short_repr(stored)} is not what its parameters make, "
+                f"{short_repr(made)}; it cannot be replayed"
+            )
 
 
 def _restore(sequence: Sequence, text: SavedText, written: int, device: ModelRunner) -> None:

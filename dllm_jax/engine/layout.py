@@ -16,6 +16,7 @@ from dllm_jax.engine import checks
 PassKind = Literal["blocks", "causal", "full"]
 
 NO_LIMIT = 2**31 - 1
+MOST_PREFILL = 1 << 20  # tokens of a pass
 HOLE = -1  # stands for an id that is to be written
 # The most that a chunk returns, which also bounds the pages it needs: windows, or tokens a step
 # where windows are narrow.
@@ -58,6 +59,12 @@ class EngineConfig:
             if default is not None or getattr(self, name) is not None:
                 number = checks.whole_number(name, getattr(self, name))
                 object.__setattr__(self, name, number)
+        sizes = self.prefill_buckets or ()
+        if any(isinstance(size, int) and size > MOST_PREFILL for size in sizes):
+            raise ValueError(
+                f"prefill_buckets={checks.short_repr(sizes)} holds more than {MOST_PREFILL}; "
+                "a prompt takes several passes: choose smaller ones"
+            )
         share = self.memory_utilization
         if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise ValueError(

@@ -31,6 +31,7 @@ from dllm_jax.models.gemma import GemmaConfig
 from dllm_jax.models.layers import Llama3Scaling, YarnScaling
 from dllm_jax.models.moe import MoEConfig
 
+MOST_ENDS = 32  # ids that end a text, as a slot holds them
 _PARSERS = {**PARSERS, "dflash": dflash, "diffusion_gemma": diffusion_gemma}
 # Families whose model_type is also another's.
 _MODEL_TYPES = {
@@ -246,6 +247,11 @@ def _tokens(
     ends = (generation.get("eos_token_id"), config.get("eos_token_id"), facts.eos_token_id)
     usual_ends = dict(family.stop_tokens)
     stated_ends = {i for value in ends for i in ids(value)}
+    if len(stated_ends) > MOST_ENDS:
+        problems.append(
+            f"eos_token_id names {len(stated_ends)} ids; at most {MOST_ENDS} end a text: name fewer"
+        )
+        ends, stated_ends = (), set()
 
     def is_own(token: int | None, *texts: str) -> bool:
         """Whether an id of the family means the same in this checkpoint's vocabulary."""

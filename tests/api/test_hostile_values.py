@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 
 import dllm_jax as dj
+from dllm_jax.api.json_fields import check_fields
 from dllm_jax.engine import checks
 from dllm_jax.engine.layout import EngineConfig
 from dllm_jax.engine.requests import Request, SamplingParams
@@ -90,3 +91,29 @@ def test_a_source_of_any_length_is_a_short_line():
     with pytest.raises(LoadError) as refused:
         dj.load("org/" + "x" * 5000 + "/y")
     assert is_short(str(refused.value))
+
+
+def test_a6_ids_and_sizes_without_end_are_refused_in_one_line():
+    said = refusal(lambda: EngineConfig(prefill_buckets=(10**9,)))
+    assert said is not None
+    assert said.startswith("prefill_buckets=(1000000000,) holds more than 1048576")
+    assert is_short(said)
+    EngineConfig(prefill_buckets=(1 << 20,))
+
+
+def test_a6_a_field_of_json_is_named_with_its_value():
+    hints = {"a": int, "b": list[int], "c": dict[str, float], "d": str | None, "e": Any}
+    good = {"a": 1, "b": [2], "c": {"x": 1}, "d": None, "e": None}
+    check_fields("top", good, hints)
+    bad = {"a": True, "b": [1, "x"], "c": {"x": "y"}, "d": 3, "e": 0}
+    bad_ints = {"a": 10**30, "b": [1.5], "c": [1], "d": [], "e": {}}
+    for given in (bad, bad_ints):
+        for name, value in given.items():
+            said = refusal(
+                lambda name=name, value=value: check_fields("top", {**good, name: value}, hints)
+            )
+            assert said is not None
+            assert said.startswith(f"top.{name}=")
+            assert is_short(said)
+    assert refusal(lambda: check_fields("top", {}, {"a": int})) == "top.a is missing"
+    assert refusal(lambda: check_fields("top", [1], {})) == "top=[1] is no object"

@@ -263,6 +263,78 @@ def test_damaged_snapshot_is_one_line(killed, tmp_path, capsys, change, reported
     assert reported in err
 
 
+HOSTILE = [None, -1, 10**30, "x", [], {}, 1e308, [10**9], True, ["\n" * 9]]
+
+
+def leaves(value, path=()):
+    """Paths of all values, objects and lists included."""
+    yield path
+    if isinstance(value, list):
+        value = dict(enumerate(value[:2]))
+    for key, one in value.items() if isinstance(value, dict) else ():
+        yield from leaves(one, (*path, key))
+
+
+def test_a6_a_hostile_value_anywhere_is_one_line(model, killed, tmp_path):
+    layout = json.loads((killed[0] / "snapshot.json").read_text())
+    said = []
+    for number, path in enumerate(list(leaves(layout))[1:]):
+        for hostile in (HOSTILE[number % len(HOSTILE)], HOSTILE[(3 * number + 1) % len(HOSTILE)]):
+            changed = json.loads(json.dumps(layout))
+            at = changed
+            for key in path[:-1]:
+                at = at[key]
+            at[path[-1]] = hostile
+            folder = tmp_path / "changed"
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(killed[0], folder)
+            (folder / "snapshot.json").write_text(json.dumps(changed))
+            try:
+                snapshot.resume(snapshot.load_snapshot(folder), 0, model)
+            except ValueError as error:
+                said.append(str(error))
+    assert len(said) > 50
+    assert [one for one in said if "\n" in one or len(one) > 1000] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda layout: layout["config"].update(prefill_buckets=[10**9]), "prefill_buckets"),
+        (lambda layout: layout["config"].update(prefill_buckets=[10**6]), "prefill_buckets"),
+        (lambda layout: layout["config"].update(page_size="x"), "config.page_size"),
+        (lambda layout: layout["strategy"]["fields"].update(block_size=10**9), "block_size"),
+        (lambda layout: layout["model"].pop("weights"), "model.weights"),
+        (lambda layout: layout.update(strategy=[]), "strategy=[]"),
+        (lambda layout: layout["texts"][0]["placement"].update(knobs={}), "placement.knobs"),
+        (lambda layout: layout["texts"][0]["placement"].update(seed=-1), "placement.seed"),
+        (lambda layout: layout["texts"][0]["placement"].update(tail=[10**12]), "placement.tail"),
+        (lambda layout: layout["texts"][0].update(tokens=[10**12] * 40), "texts[0].tokens"),
+        (lambda layout: layout["texts"][0].update(prompt=["a"]), "texts[0].prompt"),
+        (lambda layout: layout["texts"][0]["params"].update(top_p={}), "params.top_p"),
+    ],
+)
+def test_a6_a_hostile_field_is_named(model, killed, tmp_path, change, named):
+    folder = damage(killed[0], tmp_path, lambda layout, _: change(layout))
+    with pytest.raises(ValueError) as raised:  # noqa: PT011  (the parameter is its text)
+        snapshot.resume(snapshot.load_snapshot(folder), 0, model)
+    assert named in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a6_a_text_that_is_not_there(model, killed):
+    found = snapshot.load_snapshot(killed[0])
+    for which in (-1, 2):
+        with pytest.raises(snapshot.SnapshotError, match="holds 2 texts"):
+            snapshot.resume(found, which, model)
+
+
+def test_a5_nobody_else_may_read_a_snapshot(killed):
+    modes = {one.name: one.stat().st_mode & 0o777 for one in killed[0].iterdir()}
+    assert modes == {"snapshot.json": 0o600, "slots.npz": 0o600}
+    assert killed[0].stat().st_mode & 0o777 == 0o700
+
+
 def test_path_and_sample_that_are_not_there(killed, tmp_path, capsys):
     assert main(["replay", str(tmp_path)]) == 1
     assert "is no snapshot: there is no snapshot.json in it" in capsys.readouterr().err

@@ -773,3 +773,8 @@ def test_any_config_is_read_or_refused(data, family):
         parsed = parse_config({**CONFIGS[family], **changes})
         hash((parsed.config, parsed.defaults))
         assert parsed.defaults.block_size % getattr(parsed.config, "routing_block", 1) == 0
+
+
+def test_a6_a_million_stop_ids_are_one_problem():
+    words = "eos_token_id names 1000000 ids; at most 32 end a text"
+    refused("llada2", words, eos_token_id=list(range(1_000_000)))

@@ -1,0 +1,45 @@
+"""Values of a JSON file checked against type hints: each error names the field in one line."""
+
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from dllm_jax.engine.checks import short_repr
+
+MOST_INT = 2**63
+
+
+def check_fields(path: str, fields: Any, hints: Mapping[str, Any]) -> None:
+    """Raise ValueError unless an object has these fields, of these types.
+
+    Args:
+        path: Of the object, for the error.
+        hints: Of `Any` nothing but null is taken: what it would be is not in the file.
+    """
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path}={short_repr(fields)} is no object")
+    for name, hint in hints.items():
+        if name not in fields:
+            raise ValueError(f"{path}.{name} is missing")
+        if not _fits(fields[name], hint):
+            shown = getattr(hint, "__name__", None) if isinstance(hint, type) else None
+            raise ValueError(f"{path}.{name}={short_repr(fields[name])} is no {shown or hint}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any or hint is None or hint is type(None):
+        return value is None
+    if origin in (types.UnionType, typing.Union):
+        return any(_fits(value, one) for one in args)
+    if origin in (list, tuple):
+        return isinstance(value, list) and all(_fits(one, args[0]) for one in value)
+    if origin is not None and issubclass(origin, Mapping):
+        of_any = args[1] is Any
+        return isinstance(value, dict) and all(of_any or _fits(v, args[1]) for v in value.values())
+    if hint is int:
+        return type(value) is int and abs(value) < MOST_INT
+    if hint is float:
+        return type(value) is float or _fits(value, int)
+    return isinstance(value, hint) if isinstance(hint, type) else True
