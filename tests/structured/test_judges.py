@@ -214,7 +214,7 @@ def test_random_schemas_are_judged_alike_by_llguidance():
                 else:
                     assert _is_only_narrow(schema, text), (schema, text)
             assert not ours or _is_instance(schema, text), (schema, text)
-    assert num_refused < 60
+    assert num_refused < 80
     assert min(counts.values()) > 4000
 
 
