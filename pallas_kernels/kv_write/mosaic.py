@@ -148,12 +148,6 @@ def _are_neighbours(pages: Any, offsets: Any, row: Array) -> Array:
 
 def _apart(is_shared: bool) -> Any:
     """A layout with a number to a thread: of a row, or of a few columns of 16 neighbours."""
-    from jax.experimental.mosaic.gpu.fragmented_array import Tiling
-
     if is_shared:  # a warp takes 4 columns of 8 tokens
-        tiles, warp_dims, lane_dims = ((8, _NEIGHBOURS), (4, 8), (1,)), (-5, -4), (-3, -2)
-    else:
-        tiles, warp_dims, lane_dims = ((_THREADS,), (32,), (1,)), (-3,), (-2,)
-    return plgpu.Layout.TILED(
-        Tiling(tiles), warp_dims=warp_dims, lane_dims=lane_dims, vector_dim=-1
-    )
+        return hopper.tiled(((8, _NEIGHBOURS), (4, 8), (1,)), (-5, -4), (-3, -2))
+    return hopper.tiled(((_THREADS,), (32,), (1,)), (-3,), (-2,))

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 
 from .. import hopper
 from ..hopper import MULTIPROCESSORS, SHARED_BYTES, load_scales, next_buffer, swizzled
+from ..hopper.products import products_of_parts
 from ..lowered import lowered_once
 from .fp8 import DTYPE as FP8
 from .fp8 import Fp8Groups, Fp8Matrix, Fp8Rows, Fp8Sums, factors_of, factors_of_scalar
@@ -421,7 +422,7 @@ def _multiply(x, w, *refs, names, tiling, steps, consumers, finish, group_size, 
             slot, total = carry
             plgpu.barrier_wait(scratch["loaded"].at[slot])
             operands = scratch["rows"].at[slot, warpgroup], scratch["weights"].at[slot]
-            products = hopper.products_of_parts(*operands, parts, is_interpreted)
+            products = products_of_parts(*operands, parts, is_interpreted)
             plgpu.barrier_arrive(scratch["used"].at[slot])
             pl.when(i == 0)(lambda: plgpu.barrier_wait(scratch["scaled"].at[0]))
             for j, product in enumerate(products):

@@ -139,7 +139,4 @@ def _warpgroups(turns: int) -> int:
 
 def _layout() -> Any:
     """Eight rows of a turn: two a warp, a pair of neighbours a lane."""
-    from jax.experimental.mosaic.gpu.fragmented_array import Tiling
-
-    tiling = Tiling(((_ROWS, _TURN), (2, _TURN), (2,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+    return hopper.tiled(((_ROWS, _TURN), (2, _TURN), (2,)), (-5,), (-3, -2))

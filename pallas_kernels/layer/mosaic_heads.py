@@ -156,7 +156,4 @@ def _norm_rotate(qkv, cos, sin, q_norm, k_norm, *refs, eps):
 
 def layout_of_rows(width: int) -> Any:
     """Four rows of so many numbers: one a warp, neighbours in a lane."""
-    from jax.experimental.mosaic.gpu.fragmented_array import Tiling
-
-    tiling = Tiling(((_ROWS, width), (width // _LANES,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    return hopper.tiled(((_ROWS, width), (width // _LANES,)), (-3,), (-2,))

@@ -141,15 +141,7 @@ def _rotate_qkv(qkv, cos, sin, *refs, groups, has_norms: bool, has_bias: bool, e
 
 def _layout(groups: int, width: int) -> Any:
     """Rows of a tile, as many to each warp, and the lanes of each, which have neighbours."""
-    from jax.experimental.mosaic.gpu.fragmented_array import Tiling
-
-    lanes = _LANES // groups
+    rows, lane = (groups, width), (width // (_LANES // groups),)
     if groups == 4:  # a row a warp
-        tiling = Tiling(((groups, width), (width // lanes,)))
-        return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-    return plgpu.Layout.TILED(
-        Tiling(((groups, width), (groups // 4, width), (width // lanes,))),
-        warp_dims=(-5,),
-        lane_dims=(-3, -2),
-        vector_dim=-1,
-    )
+        return hopper.tiled((rows, lane), (-3,), (-2,))
+    return hopper.tiled((rows, (groups // 4, width), lane), (-5,), (-3, -2))

@@ -12,9 +12,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..hopper import load
+from ..hopper.operands import as_operands
 from ..layer.fp8 import DTYPE as FP8
 from ..layer.fp8 import factors_of
-from .mosaic_8_bits import PEAK, as_operands, interpreted_product, query_parts
+from .mosaic_8_bits import PEAK, interpreted_product, query_parts
 from .mosaic_merge import merged
 from .mosaic_tiles import (
     FAR,

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from ..hopper import load, swizzled
+from ..hopper import cluster, load, swizzled
 
 SWIZZLE = 32  # bytes of a row of 8 columns in float32, the fewest that a block takes
 
@@ -65,19 +65,19 @@ def merged(
         _fence("gpu", scratch)
     else:
         theirs, masses = scratch["means"], scratch["masses"]
-        own = jnp.zeros_like(mean[:, :width])
+        own, lies = jnp.zeros_like(mean[:, :width]), part_transforms()
         for peer in range(tiling.parts):
             block, owner = divmod(peer, 2) if tiling.shares_keys else (peer, warpgroup)
-            _store_row(log_mass, masses.at[owner, index], block)
+            cluster.store_row(log_mass, masses.at[owner, index], block)
             if largest is not None:
-                _store_row(largest, scratch["largest"].at[owner, index], block)
+                cluster.store_row(largest, scratch["largest"].at[owner, index], block)
             columns = mean[:, peer * width : (peer + 1) * width]
             own = jnp.where(jnp.broadcast_to(index == peer, own.shape), columns, own)
 
             @pl.when(index != peer)
             def _(columns=columns, peer=peer, block=block, owner=owner):
                 place = index - (index > peer).astype(jnp.int32)
-                _store_mean(columns, theirs.at[owner, place], block)
+                cluster.store_mean(columns, theirs.at[owner, place], block, lies, SWIZZLE)
 
         means = [theirs.at[warpgroup, i] for i in range(tiling.parts - 1)]
         masses = [masses.at[warpgroup, i] for i in range(tiling.parts)]
@@ -108,53 +108,7 @@ def merged(
     return functools.reduce(jnp.add, terms) / across(whole), bound
 
 
-# jax 0.10 lacks what the functions below import.
-
-
-def _store_mean(mean, ref, peer):
-    """Store to the same place of another block of the cluster."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(part_transforms())))
-    def store(_, mean, ref):
-        from jax.experimental.mosaic.gpu.utils import (
-            llvm,  # pyright: ignore[reportAttributeAccessIssue]
-        )
-
-        shape = {"layout": mean.layout, "shape": mean.shape, "ref_tiling_rank": 2}
-        generic = llvm.PointerType.get()
-        for get, _, _, pointer in mean.transfer_tiled(_of_peer(ref, peer, False), SWIZZLE, **shape):
-            llvm.store(get(mean.registers), llvm.addrspacecast(generic, pointer))
-
-    store(mean, ref)  # pyright: ignore[reportCallIssue]
-
-
-def _store_row(values, ref, peer):
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA.reduce(1), plgpu.RefType()))
-    def store(_, values, ref):
-        values.store_untiled(_of_peer(ref, peer, True), optimized=False)
-
-    store(values, ref)  # pyright: ignore[reportCallIssue]
-
-
-def _of_peer(ref, peer, generic):
-    """A reference to the shared memory of another block of the cluster, which has one axis."""
-    from jax.experimental.mosaic.gpu import utils
-
-    index = utils.ir.IndexType.get()  # pyright: ignore[reportPrivateImportUsage]
-    axis = utils.gpu.Dimension.x  # pyright: ignore[reportPrivateImportUsage]
-    return utils.get_cluster_ref(ref, axis, utils.c(peer, index), generic=generic)
-
-
 def _fence(scope, scratch):
     """Order the stores of the warpgroup's threads before its later loads and arrivals."""
-    if "weights" in scratch:  # interpreted
-        return
-
-    @plgpu.inline_mgpu()
-    def fence(_):
-        from jax.experimental.mosaic.gpu import utils
-
-        utils.inline_ptx(f"fence.acq_rel.{scope};", has_side_effects=True)  # pyright: ignore[reportAttributeAccessIssue]
-        utils.warpgroup_barrier()  # one thread arrives for all
-
-    fence()  # pyright: ignore[reportCallIssue]
+    if "weights" not in scratch:  # not interpreted
+        cluster.fence(scope)

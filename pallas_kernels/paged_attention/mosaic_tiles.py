@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from .mosaic_8_bits import BOX, turn
+from ..hopper.operands import BOX, turn
 
 ROWS = 64  # of a warpgroup's product
 FAR = 1 << 29  # beyond every position

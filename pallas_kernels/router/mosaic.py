@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from .. import hopper
-from ..hopper import load, swizzled
+from ..hopper import load, swizzled, tiled
 from ..layer.mosaic_heads import layout_of_rows
 from ..lowered import lowered_once
 from .reference import Rule
@@ -271,10 +271,7 @@ def _choose(parts, *refs, names, rows, rule):
 
 def _layout_of_lanes(size: int) -> Any:
     """Four rows, one a warp: of each a lane has so many neighbours."""
-    from jax.experimental.mosaic.gpu.fragmented_array import Tiling
-
-    tiling = Tiling(((_CHOSEN, _LANES, size),))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    return tiled(((_CHOSEN, _LANES, size),), warp_dims=(-3,), lane_dims=(-2,))
 
 
 def _most(keys):

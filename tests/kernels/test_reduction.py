@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dllm_jax.kernels.hopper import peers
 from dllm_jax.kernels.layer import mosaic_reduce as reduce
 from dllm_jax.models.sharding import over_devices
 from dllm_jax.runner import exchange
@@ -50,7 +51,7 @@ def received(num_devices, turns, launches, seed):
 @pytest.mark.parametrize("num_devices", [2, 4])
 def test_every_launch_reads_what_was_sent_to_it(num_devices):
     for seed in range(40):
-        found = received(num_devices, reduce._TURNS, 12, seed)
+        found = received(num_devices, peers.TURNS, 12, seed)
         assert all(sent == launch for (_, launch, _), sent in found.items())
 
 
@@ -67,12 +68,12 @@ def test_two_turns_would_not_do():
 
 def test_inboxes_have_room_for_every_device_and_turn():
     words = reduce.buffer_words(4)
-    assert 4 * words == reduce._HEADER_BYTES + 3 * 4 * reduce.BLOCKS * reduce.SLICE_BYTES
+    assert 4 * words == peers.HEADER_BYTES + 3 * 4 * peers.BLOCKS * peers.SLICE_BYTES
     blank = np.asarray(reduce.blank(2))
     assert len(blank) == reduce.buffer_words(2)
-    header = reduce._HEADER_BYTES // 4
+    header = peers.HEADER_BYTES // 4
     assert not blank[:header].any()
-    assert (blank[header:].view(np.uint32) == reduce._NOTHING).all()
+    assert (blank[header:].view(np.uint32) == peers.NOTHING).all()
 
 
 def test_devices_are_told_every_address_and_their_own_number():

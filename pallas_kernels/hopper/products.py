@@ -1,10 +1,8 @@
-"""What the Mosaic kernels share: the GPU that they need, its sizes, loads, rings, and swizzles."""
+"""Products of parts of lines, for which Pallas has no operation."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -13,63 +11,7 @@ from jax.experimental.mosaic.gpu.wgmma import ir, llvm, nvvm, wgmma_m64
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-MULTIPROCESSORS = 132
-SHARED_BYTES = 226 * 1024  # of 227 KiB; barriers need the rest
-
-
-def unsupported() -> str | None:
-    """Why no Mosaic kernel runs on this device, or None."""
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    if jax.default_backend() != "gpu" or capability != "9.0":
-        return "needs an NVIDIA GPU of the Hopper kind"
-    return None
-
-
-def unsupported_version() -> str | None:
-    """Why no Mosaic kernel runs with this JAX, or None."""
-    if jax.__version_info__ < (0, 11, 2):
-        return f"needs jax 0.11.2, got {jax.__version__}"
-    return None
-
-
-def kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
-    """`plgpu.kernel`, each of whose operands begins at a whole line of 256 bytes.
-
-    XLA has a custom call read a slice in place, wherever it begins ("dynamic slice fusion"), and
-    Mosaic refuses that at the launch. XLA does not look behind a barrier, which costs nothing.
-    """
-    launch = plgpu.kernel(body, **options)
-    return lambda *operands: launch(*jax.lax.optimization_barrier(operands))
-
-
-def load(ref: Any, layout: Any, optimized: bool = False) -> Array:
-    """A whole reference, in registers of this layout."""
-    # jax 0.10 requires an index here.
-    return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]
-
-
-def load_scales(ref: Any, axis: int, shape: tuple[int, int]) -> Array:
-    """Scales of rows (axis 0) or columns of a product, for each of its sums."""
-    scales = load(ref, plgpu.Layout.WGMMA.reduce(1 - axis))
-    return jax.lax.broadcast_in_dim(scales, shape, [axis])
-
-
-def next_buffer(slot: Array, stages: int) -> Array:
-    """The next slot of a ring; a remainder would take some 40 instructions."""
-    return jnp.where(slot == stages - 1, 0, slot + 1).astype(jnp.int32)
-
-
-def swizzled(width: int, dtype: jax.typing.DTypeLike, parts: int = 1):
-    """How a buffer lies in shared memory for products and TMA: tiles of 8 lines, swizzled.
-
-    Args:
-        parts: 2 if the lines are those of [lines, several, width], which a product takes side by
-            side.
-    """
-    itemsize = jnp.dtype(dtype).itemsize
-    line = math.gcd(width, 128 // itemsize)
-    tiled = plgpu.TilingTransform((8, *[1] * (parts - 1), line))  # pyright: ignore[reportAbstractUsage]
-    return tiled, plgpu.SwizzleTransform(line * itemsize)  # pyright: ignore[reportAbstractUsage]
+from . import swizzled
 
 
 def products_of_parts(
