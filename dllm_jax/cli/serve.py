@@ -386,8 +386,10 @@ def _join(args: argparse.Namespace) -> None:
     import jax
 
     from dllm_jax.loading.jax_settings import enable_async_dispatch
+    from dllm_jax.runner.hosts import COORDINATOR
 
     enable_async_dispatch()
+    os.environ[COORDINATOR] = args.coordinator  # where process 0 is reached later, too
     jax.distributed.initialize(args.coordinator, args.nnodes, args.node_rank)
     if args.tensor_parallel_size == 1:
         args.tensor_parallel_size = jax.device_count()

@@ -9,6 +9,7 @@ Source: docs/adr/0020-several-hosts.md; `jax.distributed` joins the processes.
 """
 
 import atexit
+import contextlib
 import hashlib
 import json
 import os
@@ -29,8 +30,10 @@ from dllm_jax.models.sharding import Split
 
 BEAT_S, SILENT_S = 5.0, 20.0  # a follower says that it lives; without a word for so long it is gone
 JOIN_S = 120.0  # for all followers to connect
+REACH_S = 10.0  # for one of the names of process 0
+COORDINATOR = "JAX_COORDINATOR_ADDRESS"  # HOST:PORT of process 0, as `jax.distributed` reads it
 GRACE_S = 5.0  # a collective may fail before the socket of the process that died is closed
-_TOKEN_WORDS = 8
+_SHARED_BYTES = 2048
 _HEAD = struct.Struct("<IQ")  # bytes of the JSON head, and of the arrays behind it
 
 
@@ -69,13 +72,14 @@ class Leader:
     def __init__(self):
         self.gone: Future[str] = Future()  # what to say of the first one that is gone
         self._is_over, self._lock = False, threading.Lock()
-        host = _coordinator()
+        named = _named_host()
         try:
-            server = socket.create_server((host, 0))
+            server = socket.create_server((named, 0))
         except OSError:  # a name of another interface; the token keeps others out
             server = socket.create_server(("", 0))
-        token = secrets.token_bytes(4 * _TOKEN_WORDS)
-        _shared_port(server.getsockname()[1], token)
+        token = secrets.token_bytes(32)
+        hosts = [named] if named else _own_hosts()
+        _shared({"hosts": hosts, "port": server.getsockname()[1], "token": token.hex()})
         self._followers = _accepted(server, token)
         for rank, connection in self._followers.items():
             threading.Thread(target=self._watch, args=(rank, connection), daemon=True).start()
@@ -162,12 +166,17 @@ class Leader:
 
 
 class Follower:
-    """Process 0 as another process sees it."""
+    """Process 0 as another process sees it.
+
+    Raises:
+        DeviceFailure: It is not reached.
+    """
 
     def __init__(self):
-        port, token = _shared_port(0, bytes(4 * _TOKEN_WORDS))
-        self._connection = socket.create_connection((_coordinator(), port), JOIN_S)
+        found = _shared({})
+        self._connection = _reached(found["hosts"], found["port"])
         self._connection.settimeout(None)
+        token = bytes.fromhex(found["token"])
         self._connection.sendall(token + struct.pack("<I", jax.process_index()))
         threading.Thread(target=self._beat, daemon=True).start()
 
@@ -232,20 +241,41 @@ def _leave() -> None:
     os._exit(1)
 
 
-def _coordinator() -> str:
-    """The host of process 0, as all processes received it."""
-    from jax._src import distributed  # nothing public says it
-
-    return str(distributed.global_state.coordinator_address).rpartition(":")[0]
+def _named_host() -> str:
+    """The host of process 0 by the environment; "" where it does not say."""
+    return os.environ.get(COORDINATOR, "").rpartition(":")[0].strip("[]")
 
 
-def _shared_port(port: int, token: bytes) -> tuple[int, bytes]:
-    """Port and token of process 0, on every process."""
+def _own_hosts() -> list[str]:
+    """Names by which others may reach this machine: the way out, its name, and from itself."""
+    found = [socket.gethostname(), "127.0.0.1"]
+    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing; no machine has this address
+        found.insert(0, probe.getsockname()[0])
+    return found
+
+
+def _reached(hosts: list[str], port: int) -> socket.socket:
+    """A connection to the first of the hosts that takes one."""
+    why = None
+    for host in hosts:
+        try:
+            return socket.create_connection((host, port), REACH_S)
+        except OSError as error:
+            why = error
+    raise DeviceFailure(
+        f"process 0 is not reached at {', '.join(hosts)}, port {port} ({why}); set {COORDINATOR} "
+        "of process 0 to a HOST:PORT by which all reach it, and start all again"
+    )
+
+
+def _shared(found: dict[str, Any]) -> dict[str, Any]:
+    """What process 0 gives, on every process; what the others give is nothing."""
     from jax.experimental import multihost_utils
 
-    words = np.append(np.frombuffer(token, np.int32), np.int32(port))
+    words = np.frombuffer(json.dumps(found).encode().ljust(_SHARED_BYTES), np.int32)
     received = np.asarray(multihost_utils.broadcast_one_to_all(words))
-    return int(received[-1]), received[:-1].astype(np.int32).tobytes()
+    return json.loads(received.astype(np.int32).tobytes())
 
 
 def _accepted(server: socket.socket, token: bytes) -> dict[int, socket.socket]:

@@ -269,3 +269,20 @@ def test_who_lacks_the_token_is_turned_away(monkeypatch):
         accepting.join(10)
         assert [*found[0]] == [1]
         found[0][1].close()
+
+
+def test_process_0_is_reached_by_a_name_that_works_or_the_remedy_is_named(monkeypatch):
+    """Issue 47: no private name of JAX says where it is."""
+    monkeypatch.delenv(hosts.COORDINATOR, raising=False)
+    assert hosts._named_host() == ""
+    assert "127.0.0.1" in hosts._own_hosts()
+    monkeypatch.setenv(hosts.COORDINATOR, "[::1]:1234")
+    assert hosts._named_host() == "::1"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with hosts._reached(["no.such.host.invalid", "127.0.0.1"], port) as found:
+            assert found.getpeername() == ("127.0.0.1", port)
+    with pytest.raises(
+        DeviceFailure, match=rf"not reached at 127.0.0.1, port {port} \(.*; set JAX"
+    ):
+        hosts._reached(["127.0.0.1"], port)
