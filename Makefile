@@ -23,7 +23,7 @@ ALL := not gpu and not network
 # A worker keeps neighbours, which share programs, and takes of another's only when it is out of work.
 SPREAD := -n $(WORKERS) --dist worksteal
 
-.PHONY: help generate test test-long test-both test-versions test-all check format gpu bench wheel setup setup-dev clean distclean
+.PHONY: help generate test test-long test-both test-versions test-all check format docs gpu bench wheel setup setup-dev clean distclean
 
 help:
 	@echo "make generate   solve a held-out word problem with the built-in model (SEED=3, ARGS=--watch)"
@@ -33,6 +33,7 @@ help:
 	@echo "make test-all   everything, the long fuzzing and sweeps too"
 	@echo "make check      format, lint, types, layering"
 	@echo "make format     rewrite the files as ruff wants them"
+	@echo "make docs       build the docs site into build/docs/; any warning is an error"
 	@echo "make gpu        the tests that need an NVIDIA GPU (installs jax[cuda13])"
 	@echo "make bench      step times on this machine's accelerator"
 	@echo "make wheel      build the wheel into dist/"
@@ -66,6 +67,13 @@ format: setup-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# The redirect stands where a reader looks first; pages are named by their place in the repository.
+docs: $(VENV)/.docs
+	rm -rf build/docs
+	JAX_PLATFORMS=cpu $(BIN)/sphinx-build -q -W --keep-going -E -j 2 -c docs -d build/doctrees . build/docs
+	@echo '<meta http-equiv="refresh" content="0; url=docs/README.html">' >build/docs/index.html
+	@echo "the site is build/docs/index.html"
+
 gpu: setup-dev
 	$(INSTALL) -e '.[cuda]'
 	$(BIN)/python -m pytest -q -m gpu $(ARGS)
@@ -97,6 +105,11 @@ $(VENV)/.dev$(EXTRAS): $(VENV)/.made pyproject.toml constraints.txt
 	@echo "installing the pinned development dependencies into $(VENV) (once)"
 	@$(INSTALL) -e '.[dev$(if $(EXTRAS),$(comma)$(EXTRAS))]'
 	@touch $@ $(VENV)/.runtime$(EXTRAS)
+
+$(VENV)/.docs: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "installing what builds the docs site into $(VENV) (once)"
+	@$(INSTALL) -e '.[docs]'
+	@touch $@
 
 setup: $(VENV)/.runtime$(EXTRAS)
 setup-dev: $(VENV)/.dev$(EXTRAS)

@@ -85,7 +85,7 @@ class Model(struct.PyTreeNode):
 
     @property
     def tokenizer(self) -> Any:
-        """The transformers tokenizer, None for a model without one (`random:NAME`)."""
+        """The transformers tokenizer; None for a model without one."""
         if self.tokenizer_source is None:
             return None
         return self.tokenizer_source.tokenizer(self.config.mask_token_id)

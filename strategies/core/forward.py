@@ -204,7 +204,7 @@ class Forward(Protocol):
         keys: PRNGKeyArray | None = None,
         first_of: DecodeState | None = None,
     ) -> TokenStats:
-        """Statistics [B *X] of hidden rows that belong to no cell of the window.
+        """Statistics `[B *X]` of hidden rows that belong to no cell of the window.
 
         Args:
             first_of: The rows [B D] speak about the first cell of its windows, whose token then

@@ -63,7 +63,7 @@ class PerSlot:
     __hash__ = None  # type: ignore[assignment]
 
 
-# Type of a knob field: a float (or an array, one value a slot) to users, a PerSlot inside `step`.
+#: Type of a knob field: a float (or an array, one value a slot) to users, a PerSlot inside `step`.
 Knob = Any
 
 

@@ -5,14 +5,18 @@ The blocks of a file run in order in one namespace, as a reader would type them.
 """
 
 import contextlib
+import inspect
 import itertools
 import json
+import pkgutil
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+import dllm_jax
+from dllm_jax import training
 from dllm_jax.cli.entry import main, parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,7 +133,46 @@ def test_relative_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(found), link
 
 
-@named([page for page in PAGES if page.parent.name == "adr"])
+def linked_pages(page):
+    """The pages that a page links to."""
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    return {(page.parent / link).resolve() for link in re.findall(r"\]\(([\w./-]+\.md)", text)}
+
+
+def test_every_page_is_two_clicks_from_the_index():
+    index = ROOT / "docs" / "README.md"
+    first = linked_pages(index)
+    second = {page for one in first for page in linked_pages(one)}
+    assert set(PAGES) - {index} <= first | second
+
+
+def public_names(module):
+    """The public names of a module and of the modules among them, with their paths."""
+    for name in module.__all__:
+        value = getattr(module, name)
+        yield f"{module.__name__}.{name}"
+        if inspect.ismodule(value) and hasattr(value, "__all__"):
+            yield from public_names(value)
+
+
+def test_every_public_name_has_an_entry_in_the_api_reference():
+    """On the site an entry is the docstring (docs/conf.py); on GitHub it leads to the source."""
+    entries = {}
+    for page in (ROOT / "docs").glob("api*.md"):
+        text = page.read_text(encoding="utf-8")
+        found = re.findall(r"^- \[`([\w.]+)`\]\((.*)\)$", text, re.MULTILINE)
+        assert len(found) == text.count("\n- "), f"{page}: a line of a list is no entry"
+        entries |= {name: page.parent / path for name, path in found}
+    modules = {
+        name for _, name, _ in pkgutil.iter_modules(training.__path__, f"{training.__name__}.")
+    }
+    assert entries.keys() == {*public_names(dllm_jax), *modules}
+    for name in entries.keys() - modules - {"dllm_jax.strategies.Knob"}:  # which is `Any`
+        source = inspect.getsourcefile(pkgutil.resolve_name(name))
+        assert Path(source).resolve() == entries[name].resolve(), name
+
+
+@named([page for page in PAGES if re.match(r"\d{4}-", page.name)])
 def test_decision_records_are_short_and_whole(page):
     text = page.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 60
