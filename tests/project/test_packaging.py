@@ -240,8 +240,11 @@ def test_wheel_and_import_of_a_clone_without_links_name_the_remedy(tmp_path):
     run_installed(clone, tmp_path, *imports[1:])
 
 
-def test_an_editable_wheel_exposes_the_packages_alone(tmp_path):
-    """Issue 47: `pip install -e .` put the whole checkout on the path, `tests` as well."""
+def test_an_editable_wheel_exposes_the_packages_alone(tmp_path, project):
+    """Issue 47: `pip install -e .` put the whole checkout on the path, `tests` as well.
+
+    What it imports must be a dependency: uv installs no others, and the package was not found.
+    """
     code = "import sys; from hatchling.build import build_editable; build_editable(sys.argv[1])"
     command = [sys.executable, "-c", code, str(tmp_path)]
     subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
@@ -250,9 +253,12 @@ def test_an_editable_wheel_exposes_the_packages_alone(tmp_path):
         tops = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" not in name}
         (finder,) = (name for name in tops if name.endswith(".py"))
         (path,) = (name for name in tops if name.endswith(".pth"))
-        mapped = re.findall(r"map_module\('(\w+)'", archive.read(finder).decode())
+        source = archive.read(finder).decode()
+        mapped = re.findall(r"map_module\('(\w+)'", source)
+        imported = set(re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE))
     assert mapped == ["dllm_jax"]
     assert tops == {*LINKS, finder, path}
+    assert imported <= {Requirement(line).name for line in project["dependencies"]}
 
 
 SHADOWED = """
