@@ -15,8 +15,6 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests import tiers
-
 ROOT = Path(__file__).resolve().parent.parent
 
 # The reproducible profile of `make test`; `--hypothesis-profile=explore` draws anew each time. How
@@ -78,27 +76,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @functools.cache
-def _path(path: Path) -> str:
-    """A file's path as tests/tiers.py writes it."""
-    return path.relative_to(ROOT / "tests").as_posix()
-
-
-@functools.cache
 def _kernels_changed() -> bool:
     """Whether pallas_kernels/ changed since the last commit but one."""
     command = ["git", "diff", "--quiet", "HEAD~1", "--", "pallas_kernels"]
     return subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 1
 
 
-def _long(path: str) -> str | None:
-    """The entry of tests/tiers.py: None for a file that is long as a whole, "" for none."""
-    return "" if path.startswith("kernels/") and _kernels_changed() else tiers.LONG.get(path, "")
-
-
-def _slow(path: str) -> str:
-    """The entry of tests/tiers.py, or what no name holds."""
-    changed = path.startswith("kernels/") and _kernels_changed()
-    return "(?!)" if changed else tiers.SLOW.get(path, "(?!)")
+def _of_changed_kernels(path: Path) -> bool:
+    return path.parent.name == "kernels" and _kernels_changed()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -106,13 +91,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     marks = config.getoption("-m") or ""
     if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
         return None
-    path = _path(collection_path)
+    text = collection_path.read_text(encoding="utf-8")
     if "not long" in marks:
-        others = _long(path) is None
-    elif marks.startswith("long"):
-        others = _long(path) == "" and path not in tiers.CASE_FILES
+        is_long = re.search(r"^pytestmark = (\[\s+)?pytest\.mark\.long\b", text, re.MULTILINE)
+        others = is_long and not _of_changed_kernels(collection_path)
     else:
-        others = marks.startswith("versions") and path not in tiers.VERSIONS
+        wanted = re.match("long|versions", marks)
+        others = wanted and f"mark.{wanted[0]}" not in text
     return True if others else None
 
 
@@ -123,25 +108,24 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests `long` and `versions`, as tests/tiers.py has them."""
+    """Take off the marks that do not hold: of other parameters, and of kernels that changed.
+
+    `@pytest.mark.long("8-4|True")` is for parameters whose id this expression finds, and
+    `@pytest.mark.slow(unless="pallas_kernels")` holds where that folder did not change, as do all
+    long tests of kernels.
+    """
     for item in items:
-        path = _path(item.path)
-        of_gate = path in tiers.CASE_FILES and hasattr(item, "callspec")
-        case = item.callspec.params.get("name") if of_gate else None
-        names = _long(path)
-        is_long = names is None or bool(names and re.search(names, item.name))
-        if re.search(_slow(path), item.name):
-            item.add_marker(pytest.mark.slow)
-        is_long = is_long or (case is not None and case not in tiers.GATE)
-        if is_long:
-            item.add_marker(pytest.mark.long)
-        one_version = item.get_closest_marker("one_version") is not None
-        if case is not None and case not in tiers.VERSION_CASES:
-            one_version = True
-        if is_long and not re.search(tiers.VERSIONS_LONG.get(path, "(?!)"), item.name):
-            one_version = True
-        if not one_version and re.search(tiers.VERSIONS.get(path, "(?!)"), item.name):
-            item.add_marker(pytest.mark.versions)
+        changed = _of_changed_kernels(item.path)
+        for node in item.listchain():
+            node.own_markers = [m for m in node.own_markers if _holds(m, item, changed)]
+
+
+def _holds(mark: pytest.Mark, item: pytest.Item, changed: bool) -> bool:
+    if mark.name not in ("long", "slow", "versions"):
+        return True
+    if changed and (mark.name == "long" or "unless" in mark.kwargs):
+        return False
+    return not mark.args or re.search(mark.args[0], item.callspec.id) is not None
 
 
 # Every program that XLA compiles for a CPU maps its kernels into memory, and Linux ends a process

@@ -65,6 +65,8 @@ def some_reads(model, how):
     return texts
 
 
+@pytest.mark.long
+@pytest.mark.slow("^(?!.*sdar$)")
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 def test_probabilities_are_those_of_the_logits(family, tmp_path):
     stated = {} if family in OWN_MASK else {"mask_token_id": MASK_ID}
@@ -81,6 +83,7 @@ def test_probabilities_are_those_of_the_logits(family, tmp_path):
     assert np.exp(together[0][0]).std() > 1e-4  # of something
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("joint", [False, True])
 def test_questions_are_answered_in_one_forward(tiny, monkeypatch, joint):
     calls, forward = [], module.forward
@@ -96,6 +99,7 @@ def test_questions_are_answered_in_one_forward(tiny, monkeypatch, joint):
         assert one.confidence == pytest.approx(want.max(), abs=1e-5)
 
 
+@pytest.mark.long
 def test_many_questions_at_once_equal_single_ones_bit_for_bit(tiny):
     questions = [
         Question.choice(f"Which is number {i}?", ["pens", "books", "days", "dollars"][: 2 + i % 3])
@@ -180,6 +184,7 @@ def test_a_canvas_behind_a_cached_text_is_refused_by_name(tiny):
         decide(canvas, CONTEXT, QUESTIONS)
 
 
+@pytest.mark.long
 def test_padding_is_invisible_and_programs_are_few(tiny):
     how = reading_of(tiny)
     before = module.forward._cache_size()

@@ -21,6 +21,8 @@ from tests.contract import models
 from tests.oracles.checkpoints import write_tiny, write_words
 from tests.oracles.draft_files import CONFIG, write_draft
 
+pytestmark = pytest.mark.long
+
 LAYERS = tuple(CONFIG["dflash_config"]["target_layer_ids"])
 SIZE = CONFIG["dflash_config"]["block_size"]
 PROMPTS = [list(range(1, 4)), list(range(5, 26)), list(range(30, 38))]
@@ -223,6 +225,7 @@ def test_the_command_gives_the_tokens_of_ar(folder, capsys):
     assert text("dflash", "--draft", str(folder / "full")) == text("ar")
 
 
+@pytest.mark.slow
 def test_a_target_in_8_bits_has_its_own_tokens_with_a_draft(folder):
     """The draft knows other states: what it guesses is judged by the target all the same."""
     small = dj.load(folder / "target", dtype="float32", quantization="fp8")

@@ -74,6 +74,8 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.long
+@pytest.mark.slow("ar|random")
 @pytest.mark.parametrize("name", ["multi_bd", "random", "ar"])
 def test_generate_gives_a_row_the_same_tokens_alone_and_in_a_batch(name):
     """Batch composition and slot never reach a row's tokens (greedy and sampled rows mixed)."""
@@ -101,13 +103,9 @@ def test_generate_gives_a_row_the_same_tokens_alone_and_in_a_batch(name):
     assert len({tuple(row) for row in together}) > 1
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.one_version] if name in REMASKING else [])
-        for name in STRATEGIES
-    ],
-)
+@pytest.mark.long
+@pytest.mark.slow("^(?!.*(ar|multi_bd))")
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_generate_emits_exactly_max_tokens_without_stops(name):
     """No hole, no mask, no padding, whatever the rule."""
     model = toy(shift=name == "ar")
@@ -142,6 +140,7 @@ def test_generate_max_nfe_bounds_forwards(model):
         assert row == full[: len(row)]
 
 
+@pytest.mark.long
 def test_generate_runs_under_jit_and_vmap_over_a_knob(model):
     """Thresholds may be tracers: a sweep is one vmap and equals separate calls."""
     ids = jnp.asarray([[1, 2, 3, 4, 5, 6], [7, 7, 7, 7, 7, 7]])
@@ -159,6 +158,7 @@ def test_generate_runs_under_jit_and_vmap_over_a_knob(model):
     assert len(set(np.asarray(swept.nfe).sum(axis=1).tolist())) > 1
 
 
+@pytest.mark.long
 def test_generate_compiles_once_for_all_knobs_and_prompts_of_a_bucket(model):
     """Thresholds, sampling, seeds, stops, budgets and prompt lengths are data."""
     before = generate._generate._cache_size()
@@ -293,6 +293,7 @@ def test_generate_treats_an_array_as_the_lists_it_holds(model):
     assert lists(a) == lists(b)
 
 
+@pytest.mark.long
 def test_generate_stops_at_the_models_last_position(model):
     """A budget past the model's positions is cut there; the output keeps the width asked for."""
     out = dj.generate(model, [[1] * 290], MultiBD(block_size=4, buffer_size=1), max_tokens=1000)

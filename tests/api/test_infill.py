@@ -25,6 +25,8 @@ from tests.contract import dense, harness
 from tests.contract.cases import case
 from tests.contract.toys import FullSequence
 
+pytestmark = pytest.mark.long
+
 STRATEGY = FullSequence(block_size=8, buffer_size=4)  # a window of 32
 PARAMS = SamplingParams(max_tokens=5, ignore_eos=True)
 MASK = "<|mask|>"
@@ -316,6 +318,7 @@ def test_command_that_cannot_infill_says_why(command, argv, strategy, status, sa
     assert said in error
 
 
+@pytest.mark.slow
 def test_example_fills_its_holes(capsys):
     path = Path(__file__).resolve().parents[2] / "examples" / "infill.py"
     sizes = {"strategy": "full_sequence", "buffer_size": 4, "max_num_seqs": 1}

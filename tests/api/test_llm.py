@@ -224,6 +224,7 @@ def test_progress_bar_counts_prompts_on_a_terminal(llm, monkeypatch):
 HOT = {"temperature": 3.0, "max_nfe": 20}
 
 
+@pytest.mark.slow
 def test_keys_are_those_of_the_functional_form(model):
     llm = fresh(model, seed=np.int64(11))
     # No seed: the engine's own, folded with the submission number, which goes on.
@@ -354,6 +355,7 @@ def test_pieces_of_a_stream_join_to_the_text(llm, model, truth):
     )
 
 
+@pytest.mark.long
 def test_several_texts_of_a_stream_are_told_apart(llm):
     params = SamplingParams(**HOT, seed=4, n=3)
     (want,) = llm.generate(PROMPTS[:1], params)

@@ -171,6 +171,7 @@ def test_likelihoods_are_the_models_in_the_order_of_the_requests(harness, toy):
     assert answers(estimated, toy, ([1, 2, 3, 0], [4, 5, 1]))[0][1] is False
 
 
+@pytest.mark.long
 def test_a_perplexity_is_the_sum_of_pieces(harness, toy):
     lm = harness.DllmLM()
     lm.llm.model = toy.replace(defaults=dataclasses.replace(toy.defaults, stop_token_ids=(2,)))

@@ -22,6 +22,8 @@ from dllm_jax.strategies.core.needs import Needs
 from dllm_jax.strategies.core.resolve import as_strategy, load_strategy
 from dllm_jax.strategies.multi_bd import MultiBD
 
+pytestmark = pytest.mark.long
+
 PROMPT, OTHER = list(range(40, 61)), list(range(60, 77))
 PARAMS = SamplingParams(max_tokens=40, temperature=0.9, seed=7)
 STRATEGY = MultiBD(block_size=8, buffer_size=2, accept_threshold=0.02)
@@ -155,6 +157,7 @@ def test_text_that_never_decoded_is_run_from_its_prompt(model, tmp_path, capsys,
     assert last["token_ids"] == whole.outputs[0].token_ids
 
 
+@pytest.mark.slow
 def test_text_whose_slot_does_not_say_all_is_run_from_its_prompt(
     model, tmp_path, capsys, monkeypatch
 ):

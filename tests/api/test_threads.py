@@ -16,7 +16,10 @@ import dllm_jax as dj
 from dllm_jax.strategies.multi_bd import MultiBD
 
 PROMPTS = [f"Ann has {n} apples." for n in range(8)]
-pytestmark = pytest.mark.filterwarnings("ignore:.*is a chat model")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.filterwarnings("ignore:.*is a chat model"),
+]
 PARAMS = dj.SamplingParams(max_tokens=12)
 
 
@@ -75,6 +78,7 @@ def test_forked_child_is_refused_by_name(llm, alone, random_folder):
     assert all("forked from one that has an engine" in line for line in reported)
 
 
+@pytest.mark.slow
 def test_spawned_child_answers_as_its_parent(llm, alone, random_folder):
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()

@@ -24,6 +24,8 @@ from dllm_jax.strategies.core import blocks
 from dllm_jax.strategies.testing.script import run_script
 from dllm_jax.tasks.problems import problem
 
+pytestmark = pytest.mark.long
+
 MASK, VOCAB = 50, 51
 
 
@@ -47,6 +49,7 @@ def by_hand(prompt_len, count, n, S, prob):
     return steps
 
 
+@pytest.mark.slow("3|4")
 @pytest.mark.parametrize(
     ("prompt_len", "count", "n", "S", "K"),
     [(8, 24, 4, 8, 4), (5, 30, 3, 8, 2), (3, 17, 4, 8, 2), (1, 40, 6, 4, 4), (8, 9, 1, 8, 2)],
@@ -122,6 +125,7 @@ def work(llm):
     return workload.random_work(llm.model, 7, *lengths, seed=3)
 
 
+@pytest.mark.slow
 def test_what_an_engine_ran_is_counted_as_its_books_say(llm, work):
     ran = throughput.run(llm, [work[:4], work[4:]], use_tqdm=False)
     outputs = ran.outputs
@@ -173,6 +177,7 @@ class MadeUp(FixedWork):
         return blocks.finish_step(blocks.write(state, ids, accept), accept)
 
 
+@pytest.mark.slow
 def test_tokens_that_are_not_read_out_are_found_out(llm, work, random_folder):
     ran = throughput.run(llm, [work[:2]], use_tqdm=False)
     readout = numbers.check_readout(llm, ran)

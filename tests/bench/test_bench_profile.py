@@ -15,6 +15,8 @@ from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
 from dllm_jax.runner.cache import write_rows
 from dllm_jax.runner.readout import in_chunks
 
+pytestmark = pytest.mark.long
+
 VOCAB = 97
 
 # As XLA prints them for a GPU, cut down: names, opcodes, tables of where they were traced.

@@ -370,6 +370,7 @@ def real_server(tmp_path):
         server.stop()
 
 
+@pytest.mark.slow
 def test_the_real_server_is_measured_and_its_counts_agree(real_server, tmp_path, capsys):
     path = tmp_path / "facts.json"
     base = ["bench", "serve", "--port", str(real_server.port), "--num-prompts", "6"]

@@ -25,6 +25,8 @@ from dllm_jax.models.quantization import with_quantized_head
 from dllm_jax.strategies import AR, MultiBD
 from tests.oracles.checkpoints import write_tiny
 
+pytestmark = pytest.mark.long
+
 H200 = "NVIDIA H200"
 
 
@@ -48,6 +50,7 @@ def published(name, split=None):
     )
 
 
+@pytest.mark.slow
 def test_a_step_is_measured_proved_profiled_and_drawn(random_folder, tmp_path, capsys):
     out, png = tmp_path / "step.json", tmp_path / "roofline.png"
     argv = ["--model", str(random_folder), "--shapes", "2x1", "--context", "67", "--steps", "8"]
@@ -151,6 +154,7 @@ def test_devices_that_share_a_model_share_its_floor_and_tell_each_other_sums():
     assert roofline.reductions_ms(alone, 128, H200) is None
 
 
+@pytest.mark.slow
 def test_a_step_of_several_devices_says_its_reductions(random_folder, capsys):
     argv = ["--model", str(random_folder), "--shapes", "1x1", "--context", "16", "--steps", "8"]
     assert main(["bench", "step", *argv, "--repeats", "1", "--tp", "2"]) == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import SingleDeviceSharding
 
 from dllm_jax.bench.step import Shape
@@ -14,6 +15,8 @@ from dllm_jax.runner import warmup
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import compile_h200
+
+pytestmark = pytest.mark.long
 
 
 def test_programs_are_those_of_an_engine_and_hold_no_weights():

@@ -23,6 +23,8 @@ from dllm_jax.runner import timing
 from dllm_jax.runner.timing import RATES
 from dllm_jax.strategies.core import drafting
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import compare  # noqa: E402  a script, found through the path

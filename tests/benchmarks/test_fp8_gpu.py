@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import fp8_gpu
 
 
+@pytest.mark.slow
 def test_every_part_is_measured_small_on_a_cpu(tmp_path):
     out = tmp_path / "out.json"
     forms = "fp8_rows,fp8,bfloat16"

@@ -36,6 +36,7 @@ def test_a_histogram_is_followed_or_refused(tmp_path):
         draw_ids(np.random.default_rng(0), str(path), 4, 6, 1)
 
 
+@pytest.mark.slow
 def test_experts_are_counted_in_the_step_that_is_timed(monkeypatch):
     monkeypatch.setattr(families_gpu, "BLOCK", 8)
     model = models.experts()
@@ -48,6 +49,7 @@ def test_experts_are_counted_in_the_step_that_is_timed(monkeypatch):
     assert floors[0] < floors[1]
 
 
+@pytest.mark.long
 def test_programs_from_before_a_script_are_forgotten():
     calls = []
 

@@ -12,6 +12,8 @@ import pytest
 
 import dllm_jax as dj
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import compare  # noqa: E402  a script, found through the path

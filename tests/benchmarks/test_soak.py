@@ -11,6 +11,8 @@ import pytest
 
 import dllm_jax as dj
 
+pytestmark = pytest.mark.long
+
 PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "soak.py"
 
 

@@ -11,6 +11,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import start_gpu
 
+pytestmark = pytest.mark.long
+
 
 def test_a_start_is_measured_as_users_have_it(monkeypatch, tmp_path):
     """With the folder of compiled programs that the library turns on, and bytecode."""

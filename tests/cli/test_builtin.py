@@ -22,6 +22,8 @@ from dllm_jax.cli.strategy import given_fields, resolve
 from dllm_jax.strategies.core.state import FINISH_REASONS
 from dllm_jax.tasks.problems import is_correct, problem
 
+pytestmark = pytest.mark.long
+
 SEEDS = range(20)
 
 
@@ -107,6 +109,7 @@ def count_right(target, out, problems):
     return sum(is_correct(text, one) for text, one in zip(texts, problems, strict=True))
 
 
+@pytest.mark.slow
 def test_drafted_texts_are_the_targets_own_and_few_rounds_write_them(pair):
     target, draft = pair
     problems, ids = asked(target, 2)

@@ -16,6 +16,8 @@ from dllm_jax.cli import bench, main
 from tests.oracles.canvas_files import write_canvas
 from tests.oracles.checkpoints import write_tiny
 
+pytestmark = pytest.mark.long
+
 SMALL = ["--max-num-seqs", "2", "--max-model-len", "96"]
 FIXED = ["--mode", "fixed", "--tokens-per-step", "3", "--input-len", "20", "--output-len", "31"]
 ENGINE_FLAGS = (
@@ -34,6 +36,7 @@ def facts_of(capsys, *argv):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_throughput_of_fixed_work_is_what_was_asked_for(random_folder, capsys, tmp_path):
     path = tmp_path / "facts.json"
     model = ["--model", str(random_folder), *SMALL]
@@ -56,6 +59,7 @@ def test_throughput_of_fixed_work_is_what_was_asked_for(random_folder, capsys, t
     assert "no floor known for this device" in reported
 
 
+@pytest.mark.slow
 def test_latency_runs_the_batch_again_and_again(random_folder, capsys):
     model = ["--model", str(random_folder), *SMALL]
     facts = facts_of(capsys, "latency", *model, *FIXED, "--batch-size", "2", "--num-iters", "3")
@@ -68,6 +72,7 @@ def test_latency_runs_the_batch_again_and_again(random_folder, capsys):
     assert facts["wall_s"] == pytest.approx(3 * facts["batch_s"]["p50"], rel=2)
 
 
+@pytest.mark.slow
 def test_adaptive_work_is_the_models_own(random_folder, capsys, tmp_path):
     (tmp_path / "prompts").write_text("Ann has 3 pens.\nHow many pages?\n", encoding="utf-8")
     argv = ["--prompt-file", str(tmp_path / "prompts"), "--num-prompts", "3", "--output-len", "24"]
@@ -118,6 +123,7 @@ def test_fixed_work_is_refused_where_nothing_is_masked(tmp_path, capsys):
     assert capsys.readouterr().err == reported
 
 
+@pytest.mark.slow
 def test_fixed_canvases_take_their_schedule(tmp_path, capsys):
     """Canvases of 12 at 5 tokens a step are 3 steps each, and 16 steps where nothing is said."""
     folder = write_canvas(tmp_path / "canvas")

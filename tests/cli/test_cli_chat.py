@@ -18,6 +18,8 @@ from dllm_jax.api import llm as llm_module
 from dllm_jax.cli import main
 from dllm_jax.engine.engine import Engine
 
+pytestmark = pytest.mark.long
+
 FIRST = "Ann has 3 pens, 4 books and 5 cups. Carl gets 41 dollars a day."
 SECOND = "How many?"
 SIZES = ["--max-tokens", "12", "--page-size", "8", "--max-model-len", "192"]

@@ -24,6 +24,8 @@ from tests.api.test_snapshot import break_device
 from tests.oracles.checkpoints import write_tiny, write_words
 from tests.oracles.draft_files import CONFIG, write_draft
 
+pytestmark = pytest.mark.long
+
 TEMPLATE = "{% for m in messages %}w1 {{ m.content }} {% endfor %}w2"
 
 

@@ -239,6 +239,7 @@ def test_strategy_file_that_is_broken(fails, tmp_path):
     assert f"strategy='{path}:Mine' " in fails(2, "generate", *argv)
 
 
+@pytest.mark.long
 def test_strategy_file_is_executed_once(random_folder, tmp_path, capsys):
     path, count = tmp_path / "mine.py", tmp_path / "count"
     path.write_text(
@@ -391,6 +392,7 @@ def test_sizes_that_do_not_fit_are_refused_before_anything_is_printed(fails):
     assert "tokens; the engine takes 32, prompt and text together" in message
 
 
+@pytest.mark.slow
 def test_device_that_fails_is_one_line(random_folder, monkeypatch, capsys, tmp_path):
     from dllm_jax.engine.layout import DeviceFailure
     from dllm_jax.runner.runner import ModelRunner

@@ -42,6 +42,7 @@ def rendered(model, prompt):
     return model.tokenizer(f"<|user|>{prompt}<|assistant|>", add_special_tokens=False)["input_ids"]
 
 
+@pytest.mark.long
 def test_text_and_figures_are_those_of_the_library(model, random_folder, capsys):
     assert main(["generate", PROMPTS[0], "--model", str(random_folder), "--max-tokens", "20"]) == 0
     out = dj.generate(model, [rendered(model, PROMPTS[0])], max_tokens=20)
@@ -57,6 +58,7 @@ def test_text_and_figures_are_those_of_the_library(model, random_folder, capsys)
     assert re.search(reported, figures)
 
 
+@pytest.mark.slow
 def test_json_of_a_prompt_file_is_a_line_a_prompt(model, random_folder, capsys, tmp_path):
     (tmp_path / "prompts").write_text("\n".join(PROMPTS) + "\n\n", encoding="utf-8")
     argv = ["--prompt-file", str(tmp_path / "prompts"), "--json", "--max-tokens", "20"]
@@ -218,6 +220,7 @@ def test_interrupt_shows_the_text_so_far(model, random_folder, capsys, monkeypat
     )
 
 
+@pytest.mark.slow
 def test_termination_reports_finished_and_partial_prompts(
     model, random_folder, capsys, monkeypatch, tmp_path
 ):
@@ -278,6 +281,7 @@ def ended(process, number):
     return out, err
 
 
+@pytest.mark.slow
 def test_signal_between_two_forwards_of_a_process(random_folder, tmp_path):
     argv = ["generate", PROMPTS[0], "--watch", "--watch-delay", "60", "--model", random_folder]
     process = start(argv, tmp_path)
@@ -304,6 +308,7 @@ def deaf_strategy(tmp_path):
     return ["--strategy", f"{path}:step", "--block-size", "8", "--buffer-size", "2"]
 
 
+@pytest.mark.slow
 def test_signal_while_the_process_compiles(random_folder, tmp_path, deaf_strategy):
     argv = ["generate", PROMPTS[0], "--model", random_folder, *deaf_strategy]
     process = start(argv, tmp_path)
@@ -328,6 +333,7 @@ def test_second_interrupt_ends_a_chat_that_compiles(random_folder, tmp_path, dea
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.slow
 def test_signal_in_the_middle_of_a_chunk(model, random_folder, tmp_path):
     # Waiting for the sixteenth chunk takes a minute in C: the text so far comes from elsewhere.
     code = (

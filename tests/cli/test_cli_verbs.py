@@ -155,6 +155,7 @@ def test_every_flag_of_train_changes_the_run_it_is_of(monkeypatch, tmp_path):
     assert config["seed"] == 7
 
 
+@pytest.mark.slow
 def test_compile_cache_is_under_xdg_and_only_for_the_command_line(tmp_path):
     env = {name: os.environ[name] for name in ("PATH", "JAX_PLATFORMS")}
     env["XDG_CACHE_HOME"] = str(tmp_path)
@@ -167,6 +168,7 @@ def test_compile_cache_is_under_xdg_and_only_for_the_command_line(tmp_path):
     assert done.stdout.splitlines()[-1] == str(tmp_path / "dllm-jax" / "jax")
 
 
+@pytest.mark.slow
 def test_the_command_decodes_as_here_with_users_settings(random_folder, tmp_path, capsys):
     """XLA's own flags, not conftest's; the programs are kept for the next start."""
     env = {name: os.environ[name] for name in ("PATH", "JAX_PLATFORMS")}
@@ -212,6 +214,7 @@ def test_bar_of_bytes_for_large_folders_only(random_folder, monkeypatch):
     assert (bar.n, bar.total, bar.closed) == (size, size, True)
 
 
+@pytest.mark.long
 def test_output_to_a_closed_pipe_is_no_traceback(tmp_path):
     env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     command = f"{sys.executable} -m dllm_jax.cli inspect builtin:tiny-sdar | head -1"

@@ -19,6 +19,8 @@ import pytest
 from dllm_jax.cli import main
 from dllm_jax.cli.interrupt import ALL, Interrupt, Interrupted
 
+pytestmark = pytest.mark.long
+
 
 class Held:
     """Stands for the engine that a verb's `tell` reads."""
@@ -99,6 +101,7 @@ def test_a_signal_in_a_collection_is_sent_again():
 FIRST = "import sys; from dllm_jax.cli import main; print(flush=True); sys.exit(main())"
 
 
+@pytest.mark.slow(r"0\.5|0\.8")
 @pytest.mark.parametrize("wait", [0.01, 0.03, 0.06, 0.1, 0.14, 0.2, 0.3, 0.5, 0.8])
 def test_a_signal_while_the_command_starts_is_a_line_and_a_status(wait):
     """Item 20: also in the imports, and when the signal has to be sent again."""

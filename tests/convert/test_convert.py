@@ -164,6 +164,7 @@ def test_converted_folder_says_where_it_comes_from(tmp_path):
     assert defaults.vocab_limit == 2
 
 
+@pytest.mark.long
 @given(
     groups=st.integers(1, 3),
     members=st.integers(1, 3),
@@ -270,6 +271,7 @@ convert(sys.argv[1], sys.argv[2], force=True)
 """
 
 
+@pytest.mark.long
 def test_a_killed_conversion_leaves_the_old_folder(tmp_path):
     folder = convert(GOLDEN / "qwen3", tmp_path / "converted")
     before = load_params(folder)[0]
@@ -355,6 +357,7 @@ def left_over(folder, age=3600):
     return left
 
 
+@pytest.mark.long
 def test_what_a_killed_conversion_left_is_named_and_removed(tmp_path):
     """Item 20."""
     folder = tmp_path / "converted"

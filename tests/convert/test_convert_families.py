@@ -239,6 +239,7 @@ def test_the_experts_bias_is_float32_whatever_the_type(dtype, tiny, tmp_path):
     assert bias.tobytes() == stored.astype(np.float32).tobytes()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "dtype"), [*((family, "bfloat16") for family in FAMILIES), ("llada2", "auto")]
 )
@@ -278,6 +279,7 @@ def test_export_writes_back_what_was_read(family, tiny, tmp_path):
 DISTINCT = {json.dumps(config): name for name, config in reversed(PUBLISHED.items())}.values()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DISTINCT)
 def test_every_element_of_a_published_model_is_filled_once(name):
     parsed = parse_config(PUBLISHED[name], name=name)
@@ -286,6 +288,7 @@ def test_every_element_of_a_published_model_is_filled_once(name):
     assert unaccounted(placements(rules, shapes), shapes) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("value", [False, True])
 def test_every_element_is_filled_once_with_and_without_optional_tensors(family, value):
@@ -360,6 +363,8 @@ def late(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.long
+@pytest.mark.slow("30B")
 @pytest.mark.parametrize(
     ("name", "tensors", "leaves", "stored", "result"),
     [
@@ -603,6 +608,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "name"), KINDS)
 def test_any_tensor_dropped_renamed_reshaped_or_stored_twice_is_named(family, name, tmp_path):
     folder = write_tiny(family, tmp_path / "model")

@@ -26,6 +26,8 @@ from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.moe import MoEConfig
 
+pytestmark = pytest.mark.long
+
 CFG = DenseConfig(
     vocab_size=32768,
     hidden_size=768,
@@ -113,6 +115,7 @@ def peak(call: str) -> int:
     return most - idle
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_peak_is_the_result_and_two_tensors(tmp_path):
     dense, routed = (str(tmp_path / name) for name in ("dense", "routed"))

@@ -37,6 +37,7 @@ def cut(name, length, **changed):
     return dataclasses.replace(longest(name), prompt=ids, suffix=(), **changed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sweep(QUICK))
 def test_prompts_of_any_length_end_as_the_truth(name):
     """One token, under a block, exactly one, exactly a page (8, 16), and around them."""
@@ -45,6 +46,7 @@ def test_prompts_of_any_length_end_as_the_truth(name):
     assert ends(got) == [wanted(name, r) for r in requests]
 
 
+@pytest.mark.slow("^(?!.*multi_bd_shifted)")
 @pytest.mark.parametrize("name", sweep(QUICK))
 def test_limits_that_are_no_multiple_of_a_block(name):
     requests = [cut(name, length, max_tokens=m) for length in (3, 8) for m in (1, 2, 3, 5, 9)]
@@ -53,6 +55,7 @@ def test_limits_that_are_no_multiple_of_a_block(name):
     assert [len(one.outputs[0].token_ids) for one in got] == [1, 2, 3, 5, 9] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sweep(QUICK, CACHED))
 def test_the_model_length_ends_a_text_within_a_block(name):
     request = cut(name, 9, max_tokens=40)
@@ -63,6 +66,8 @@ def test_the_model_length_ends_a_text_within_a_block(name):
     assert len(got.outputs[0].token_ids) == 14
 
 
+@pytest.mark.long("block_cache")
+@pytest.mark.slow("canvas")
 @pytest.mark.parametrize("name", sweep(QUICK, CACHED))
 def test_a_pool_that_a_text_outgrows_alone_ends_it_with_what_it_has(name):
     """At the first position that a block behind it would not fit."""
@@ -74,6 +79,7 @@ def test_a_pool_that_a_text_outgrows_alone_ends_it_with_what_it_has(name):
     assert ends([got]) == [wanted(name, dataclasses.replace(request, max_tokens=min(room, 55)))]
 
 
+@pytest.mark.long("block_cache|canvas")
 @pytest.mark.parametrize("name", sweep(QUICK))
 def test_the_mask_id_in_a_prompt_is_a_token_like_another(name):
     prompt = list(longest(name).prompt)
@@ -87,6 +93,7 @@ def test_the_mask_id_in_a_prompt_is_a_token_like_another(name):
 # --- ends -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long("block_cache|canvas")
 @pytest.mark.parametrize("name", sweep(QUICK))
 def test_stop_ids_of_the_request_and_of_the_model(name):
     tokens = wanted(name, longest(name))[0]
@@ -103,6 +110,7 @@ def test_stop_ids_of_the_request_and_of_the_model(name):
     assert ends(got) == [want, want, wanted(name, longest(name))]
 
 
+@pytest.mark.long("block_cache|canvas")
 @pytest.mark.parametrize("steps", [1, toy.MOST_STEPS])
 @pytest.mark.parametrize("name", sweep(QUICK))
 def test_max_nfe_ends_with_what_is_settled(name, steps):
@@ -118,6 +126,7 @@ def test_max_nfe_ends_with_what_is_settled(name, steps):
     assert lengths[0] < len(tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preempted", [False, True])
 def test_a_run_of_equal_tokens_ends_a_text(preempted):
     """One embedding for all ids: the model says one thing. What it said comes back with a slot.
@@ -149,6 +158,7 @@ def test_a_run_of_equal_tokens_ends_a_text(preempted):
 # --- the same prompt ------------------------------------------------------------------------------
 
 
+@pytest.mark.long("block_cache|canvas")
 @pytest.mark.parametrize("name", sweep(QUICK))
 def test_equal_prompts_together_and_one_behind_another(name):
     request = dataclasses.replace(longest(name), temperature=0.9)
@@ -167,6 +177,7 @@ def test_equal_prompts_together_and_one_behind_another(name):
 # --- leaving --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long("block_cache|canvas")
 @pytest.mark.parametrize("name", FEW)
 def test_aborted_requests_leave_and_change_nothing(name):
     """While it waits, in its prefill, while it decodes, twice, and when it is gone."""
@@ -194,6 +205,7 @@ def test_aborted_requests_leave_and_change_nothing(name):
         assert ends([done[order[i]] for i in kept]) == want
 
 
+@pytest.mark.long("block_cache|canvas")
 @pytest.mark.parametrize("name", FEW)
 def test_a_request_that_takes_over_the_slot_of_an_aborted_one_is_itself(name):
     """Its predecessor's last chunk is still on its way."""

@@ -66,6 +66,7 @@ def interrupted_add(lines, by_inbox):
     return ran, engine
 
 
+@pytest.mark.slow("21|5|8")
 @pytest.mark.parametrize("by_inbox", [False, True])
 @pytest.mark.parametrize("second", [None, 1, 2, 3, 5, 8, 13, 21])
 def test_ctrl_c_inside_add_leaves_no_request_without_an_owner(second, by_inbox):

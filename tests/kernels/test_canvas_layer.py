@@ -38,6 +38,8 @@ from tests.kernels.test_layer_mosaic import (
 )
 from tests.oracles import layer as oracle
 
+pytestmark = pytest.mark.long
+
 EPS = 1e-6
 choose: Any = choose_experts
 turn: Any = norm_rotate
@@ -72,6 +74,7 @@ def numpy_heads(given: Any, shares_values):
     return np.stack(q, axis=-2), np.stack(k, axis=-2), v
 
 
+@pytest.mark.slow("1", unless="pallas_kernels")
 @needs_mosaic
 @pytest.mark.parametrize(
     ("rows", "groups", "queries", "size", "shares_values"),
@@ -155,6 +158,7 @@ def same_rows(got: Any, want: Any, share=0.95):
     close(np.float32(got.values) * got.scales[..., None], restored, 1 / 8)  # e4m3's spacing
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @needs_mosaic
 def test_heads_of_a_product_of_8_bits_are_those_of_its_rounded_rows():
     sums, plain = sums_of(5, (1, 8), (2, 4, 64))
@@ -170,6 +174,7 @@ def test_heads_of_a_product_of_8_bits_are_those_of_its_rounded_rows():
         assert (a == b).mean() > 0.99
 
 
+@pytest.mark.slow("True", unless="pallas_kernels")
 @needs_mosaic
 @pytest.mark.parametrize("is_second", [False, True])
 def test_norms_from_8_bits_to_8_bits_are_those_of_rounded_rows(is_second):
@@ -188,6 +193,7 @@ def test_norms_from_8_bits_to_8_bits_are_those_of_rounded_rows(is_second):
         assert (a == b).mean() > 0.99
 
 
+@pytest.mark.slow("160", unless="pallas_kernels")
 @needs_mosaic
 @pytest.mark.parametrize(("activation", "width"), [("silu", 96), ("gelu", 160)])
 def test_gates_from_8_bits_to_8_bits_are_those_of_rounded_rows(activation, width):
@@ -292,6 +298,7 @@ def test_a_row_has_the_same_scores_among_few_rows_and_many():
     assert np.array_equal(many[0, :64], functools.reduce(np.add, few))
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @needs_mosaic
 def test_they_lower_to_one_launch_each_and_the_router_to_two(on_hopper):
     heads, cos = real(1, 256, 8, 4, 256), real(1, 256, 128, dtype=jnp.float32)

@@ -64,6 +64,8 @@ def run(name, arguments):
     return out
 
 
+@pytest.mark.slow("shape1|shape2", unless="pallas_kernels")
+@pytest.mark.versions
 @pytest.mark.parametrize(
     ("dtype", "shape"),
     [("bfloat16", BATCH), ("float32", BATCH), ("float32", ALONE), ("float32", MANY_EXPERTS)],
@@ -76,6 +78,7 @@ def test_expert_ffn_matches_numpy(name, dtype, shape):
     np.testing.assert_allclose(run(name, arguments), want, atol=TOLERANCE[dtype])
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 def test_triton_programs_need_no_order(monkeypatch):
     def backwards(*arguments):
         table = tile_table(*arguments)
@@ -119,6 +122,7 @@ def routings(draw):
     return ids.astype(np.int32)
 
 
+@pytest.mark.long
 @settings(max_examples=25)
 @given(ids=routings())
 def test_expert_ffn_takes_any_routing_and_ignores_what_goes_nowhere(ids):
@@ -158,6 +162,7 @@ def in_8_bits(arguments):
     return [*arguments[:3], *map(quantize_experts, map(jnp.asarray, arguments[3:]))]
 
 
+@pytest.mark.slow("float32|grouped", unless="pallas_kernels")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["dense", "grouped"])
 def test_experts_in_8_bits_match_numpy_whatever_goes_nowhere(name, dtype):
@@ -193,6 +198,7 @@ def test_expert_ffn_row_alone_has_the_bits_it_has_in_a_batch(name):
     assert np.array_equal(alone[0], together[17])
 
 
+@pytest.mark.versions
 def test_expert_ffn_under_vmap_is_more_rows():
     arguments = list(map(jnp.asarray, case(BATCH)))
     halves = [a[:42].reshape(2, 21, -1) for a in arguments[:3]]
@@ -203,6 +209,7 @@ def test_expert_ffn_under_vmap_is_more_rows():
     assert np.array_equal(out.reshape(42, -1), RUN["grouped"](*arguments)[:42])
 
 
+@pytest.mark.versions
 def test_expert_ffn_under_vmap_takes_experts_of_each_call():
     calls = [case(BATCH, seed=seed) for seed in (0, 1)]
     stacked = [jnp.asarray(np.stack(pair)) for pair in zip(*calls, strict=True)]
@@ -211,6 +218,7 @@ def test_expert_ffn_under_vmap_takes_experts_of_each_call():
         assert np.array_equal(got, run("grouped", call))
 
 
+@pytest.mark.versions
 def test_expert_ffn_has_the_gradient_of_the_reference():
     arguments = case(BATCH)
     arguments[0][4], arguments[1][4] = np.nan, -1  # in a row of no expert
@@ -231,6 +239,7 @@ def test_expert_ffn_has_the_gradient_of_the_reference():
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.slow("bfloat16|fp8", unless="pallas_kernels")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
 def test_grouped_never_holds_more_than_one_expert(dtype):
     shape = jax.ShapeDtypeStruct
@@ -300,6 +309,7 @@ def test_combine_sees_no_place_that_holds_nothing():
     assert got.tolist() == [[11, 22], [10, 20], [0, 0]]
 
 
+@pytest.mark.versions
 def test_expert_ffn_chooses_what_was_measured_to_be_fastest(monkeypatch):
     def chosen(T, k, E, D, F):
         shape = jax.ShapeDtypeStruct
@@ -364,6 +374,7 @@ MODELS = {  # E D F k
 }
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("model", MODELS)
 def test_triton_is_chosen_and_lowers_for_published_models(monkeypatch, model, dtype):
@@ -395,6 +406,7 @@ GELU = {
 }
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.parametrize("name", GELU)
 def test_gates_may_be_gelus(name):
     """GELU by tanh, also in the gradient; values against NumPy, gradients against differences."""

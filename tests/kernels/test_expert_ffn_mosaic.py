@@ -122,6 +122,7 @@ def assert_right(arguments, tiling, activation="silu", is_small=False):
     return got
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 def test_ragged_experts_match_numpy_and_a_row_alone_is_the_same():
     """Two warpgroups in the batch and one alone, so that no tile is the same."""
     arguments = case(RAGGED, 5)
@@ -134,6 +135,7 @@ def test_ragged_experts_match_numpy_and_a_row_alone_is_the_same():
     assert np.array_equal(alone[0], together[mine])
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 def test_experts_in_8_bits_match_numpy_and_a_row_alone_is_the_same():
     arguments = case(RAGGED, 5)
     tiling = Tiling(groups=2, down=256, blocks=3)
@@ -148,6 +150,7 @@ def test_experts_in_8_bits_match_numpy_and_a_row_alone_is_the_same():
     assert np.array_equal(alone[0], together[mine])
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.parametrize("is_small", [False, True])
 def test_one_expert_may_have_every_row(monkeypatch, is_small):
     """The first warpgroup takes 64 rows twice and the other once; rows are loaded by two copies."""
@@ -156,11 +159,13 @@ def test_one_expert_may_have_every_row(monkeypatch, is_small):
     assert_right(case(ids, 3), Tiling(groups=2, rows=160, blocks=2), "gelu", is_small)
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 def test_rows_of_no_expert_are_zeros():
     arguments = case(np.full((9, 1), -1, np.int32), 3)
     assert not interpreted(mosaic.expert_ffn, *arguments, tiling=Tiling()).any()
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.parametrize("rows", [20, 40])
 def test_rows_are_placed_alike_whoever_counts_the_pairs(monkeypatch, rows):
     """Each row by itself, from the counts of chunks, or by sums of XLA; a dense half in between."""
@@ -200,6 +205,8 @@ def test_rows_are_placed_alike_whoever_counts_the_pairs(monkeypatch, rows):
         assert np.array_equal(got, want)
 
 
+@pytest.mark.long
+@pytest.mark.slow("20", unless="pallas_kernels")
 @pytest.mark.parametrize(("rows", "groups", "between"), [(20, 1, 24), (70, 2, 1)])
 def test_a_dense_half_goes_with_the_experts(monkeypatch, rows, groups, between):
     """The experts' results are the same bits as without it; it is XLA's, whatever rows there are.
@@ -232,6 +239,7 @@ def test_a_dense_half_goes_with_the_experts(monkeypatch, rows, groups, between):
     assert np.abs(want).max() > 3
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.parametrize(("rows", "is_small"), [(70, False), (20, True)])
 def test_an_expert_that_all_rows_take_goes_with_the_others(rows, is_small):
     """As one of them, whose gate and up lie in turns: the same as an expert of each row."""
@@ -275,6 +283,8 @@ def shapes(model, rows, dtype=jnp.bfloat16, is_small=False):
     return (kinds(rows, D), *pairs, *matrices)
 
 
+@pytest.mark.long
+@pytest.mark.slow("True", unless="pallas_kernels")
 @pytest.mark.parametrize(("model", "rows"), [("DiffusionGemma", 256), ("LLaDA2-mini", 4)])
 @pytest.mark.parametrize("is_small", [False, True])
 def test_it_is_chosen_and_lowers_to_few_kernels_for_published_models(

@@ -45,6 +45,8 @@ from tests.kernels.test_layer_mosaic import (
 from tests.oracles import fp8 as oracle
 from tests.oracles import layer as layer_oracle
 
+pytestmark = pytest.mark.long
+
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
 )
@@ -135,6 +137,7 @@ def test_a_number_that_is_none_stays_in_its_row():
     np.testing.assert_allclose(out[[0, 2]], 1, rtol=1e-5)
 
 
+@pytest.mark.slow("shape1", unless="pallas_kernels")
 @pytest.mark.parametrize("shape", [(48, 16), (48, 2, 4, 8)])
 def test_matmul_matches_numpy(shape):
     x, w = normal(1, (2, 3, 48), shape, dtype="float32")
@@ -202,6 +205,7 @@ def test_triton_says_that_it_has_no_form_for_8_bits():
         add_rms_norm(x, x, x[0], EPS, is_quantized=True, implementation="triton")
 
 
+@pytest.mark.slow("96", unless="pallas_kernels")
 @needs_mosaic
 @pytest.mark.parametrize(
     ("rows", "depth", "width", "tiling", "group"),
@@ -240,6 +244,7 @@ def test_split_matmul_of_8_bits_is_exact(rows, depth, width, tiling, group):
     assert np.array_equal(got, [left[..., i] @ right[:, i].T for i in shares])
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @needs_mosaic
 @pytest.mark.parametrize(
     ("rows", "depth", "turns", "how"),
@@ -283,6 +288,7 @@ def test_gated_matmul_of_8_bits_matches_numpy(rows, depth, turns, how):
     assert np.array_equal(float64(values).reshape(groups.shape), want)
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @needs_mosaic
 @pytest.mark.parametrize(
     ("rows", "width", "how"),
@@ -344,6 +350,7 @@ def test_rows_are_rounded_by_mosaic_as_by_xla(shape, dtype):
     assert np.array_equal(float64(values), want)
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @needs_mosaic
 def test_rows_in_8_bits_do_not_depend_on_each_other_in_mosaic():
     """All others are NaN, and come out as NaN."""

@@ -24,6 +24,8 @@ from tests.cross_lowering import H200, triton_grids
 from tests.kernels.test_layer_mosaic import interpreted
 from tests.structured.toys import random_toy
 
+pytestmark = pytest.mark.long
+
 SIZES = grammars.Sizes(24, 9, 60, 8, 90, 8, 48)
 IDS, CELLS, SLOTS = 40, 11, 4
 NEEDS_JAX = pytest.mark.skipif(
@@ -80,6 +82,7 @@ def classes_of(grammar):
     return IdClasses(**{name: getattr(grammar, name) for name in IdClasses._fields})
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.parametrize(("seed", "wide"), [(0, 5), (1, 0), (2, IDS)])
 def test_the_same_plans_to_the_bit(seed, wide, monkeypatch):
     """Some classes are wide; all are; none is."""
@@ -99,6 +102,7 @@ def test_the_same_plans_to_the_bit(seed, wide, monkeypatch):
     assert (np.asarray(truth.value)[:-1] > constraint.NEVER).any()
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.parametrize("seed", range(2))
 def test_the_engines_half_is_the_same_too(seed):
     view, _, _ = case(seed)
@@ -124,6 +128,7 @@ def test_the_engines_half_is_the_same_too(seed):
                 at = int(view.grammar.delta[slot, at, view.known[slot, cell]])
 
 
+@pytest.mark.slow("1", unless="pallas_kernels")
 @pytest.mark.parametrize("slots", [1, 4])
 def test_a_readout_by_classes_is_that_without_and_what_they_say(slots, monkeypatch):
     monkeypatch.setattr(grammars, "WIDE", 5)
@@ -157,6 +162,7 @@ def test_a_readout_by_classes_is_that_without_and_what_they_say(slots, monkeypat
             np.testing.assert_allclose(mine, theirs, rtol=1e-5)
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @NEEDS_JAX
 def test_the_kernel_for_many_rows_says_the_same(monkeypatch):
     """Steps of which all ids are read, and few; a tile of ids that is all its neighbour's."""

@@ -43,6 +43,8 @@ def pairs(leaves):
     return tuple(zip(*[map(jnp.asarray, leaves)] * 2, strict=True))
 
 
+@pytest.mark.slow("10-float32", unless="pallas_kernels")
+@pytest.mark.versions
 @pytest.mark.parametrize(
     ("arrays", "dtype", "rows_dtype", "size"),
     [
@@ -73,6 +75,7 @@ needs_mosaic = pytest.mark.skipif(
 )
 
 
+@pytest.mark.versions
 @needs_mosaic
 @pytest.mark.parametrize("dtype", ["bfloat16", E4M3])
 def test_the_mosaic_form_writes_the_same_without_a_race(monkeypatch, dtype):
@@ -90,6 +93,7 @@ def test_the_mosaic_form_writes_the_same_without_a_race(monkeypatch, dtype):
         assert np.array_equal(a, b)
 
 
+@pytest.mark.versions
 @needs_mosaic
 @pytest.mark.parametrize("size", [128, pytest.param(256, marks=pytest.mark.slow)])
 def test_rows_side_by_side_are_written_together_by_mosaic(size):
@@ -112,6 +116,7 @@ def test_rows_side_by_side_are_written_together_by_mosaic(size):
         assert np.array_equal(a, b)
 
 
+@pytest.mark.versions
 @needs_mosaic
 def test_in_a_loop_pages_are_their_own_results_of_one_mosaic_kernel(on_hopper):
     shape, layers = jax.ShapeDtypeStruct, 4
@@ -129,6 +134,8 @@ def test_in_a_loop_pages_are_their_own_results_of_one_mosaic_kernel(on_hopper):
     assert text.as_text().count("output_operand_alias<") == 2 * layers
 
 
+@pytest.mark.slow(unless="pallas_kernels")
+@pytest.mark.versions
 def test_many_arrays_take_more_than_one_launch(monkeypatch):
     monkeypatch.setattr(triton, "_OPERANDS", 9)
     pages, rows, token_last = case(8, E4M3, E4M3)
@@ -141,6 +148,7 @@ def test_many_arrays_take_more_than_one_launch(monkeypatch):
         assert np.array_equal(a, b)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     ("layers", "dtype"),
     [
@@ -165,6 +173,7 @@ def test_pages_are_their_own_results_on_a_gpu(monkeypatch, layers, dtype):
     assert lowered.as_text().count("output_operand_alias<") == 2 * layers
 
 
+@pytest.mark.versions
 def test_write_rows_refuses_what_it_cannot_do(monkeypatch):
     pages, rows, _ = case(2, "float32", "float32")
     arguments = (pairs(pages), pairs(rows), jnp.asarray(PAGE), jnp.asarray(OFFSET))
@@ -196,6 +205,7 @@ def test_write_rows_refuses_what_it_cannot_do(monkeypatch):
         assert "pages of one shape" in str(why((wide[0], wide[0][:1]), token_last=alike))
 
 
+@pytest.mark.versions
 def test_the_kernel_is_chosen_for_16_bits_on_a_gpu(monkeypatch):
     def kernels(dtype, size=16):
         pages, rows, _ = case(2, dtype, dtype, size=size)
@@ -208,6 +218,7 @@ def test_the_kernel_is_chosen_for_16_bits_on_a_gpu(monkeypatch):
     assert [kernels("bfloat16"), kernels("float32"), kernels("bfloat16", size=24)] == [1, 0, 0]
 
 
+@pytest.mark.versions
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", E4M3])
 @pytest.mark.parametrize("arrays", [2, 56])
@@ -222,6 +233,7 @@ def test_rows_go_where_they_belong_on_a_gpu(arrays, dtype, form):
         assert np.array_equal(a, b)
 
 
+@pytest.mark.versions
 def test_layers_of_several_shapes_are_written_each_to_its_own():
     """Two kinds of layers in turns, as sliding and global ones have: places are the same."""
     (wide, wide_rows, _), (narrow, narrow_rows, _) = (

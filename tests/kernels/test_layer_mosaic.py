@@ -33,9 +33,12 @@ from dllm_jax.models.published import PUBLISHED
 from tests.cross_lowering import H200
 from tests.oracles import layer as oracle
 
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
+    ),
+]
 TOLERANCE = 2e-2  # of a value plus one, in a type of 16 bits
 EPS = 1e-5
 PATIENCE_S = 60  # what takes a second where nothing hangs
@@ -103,6 +106,7 @@ def interpreted(call, *arrays, **how):
     return out
 
 
+@pytest.mark.slow("128|384", unless="pallas_kernels")
 @pytest.mark.parametrize(
     ("rows", "depth", "width", "dtype", "tiling"),
     [
@@ -130,6 +134,7 @@ def test_split_matmul_is_exact(rows, depth, width, dtype, tiling):
     assert np.array_equal(got, [np.float32(x[..., i]) @ np.float32(w[i]) for i in shares])
 
 
+@pytest.mark.slow("96", unless="pallas_kernels")
 @pytest.mark.parametrize(
     ("rows", "depth", "width", "tiling"),
     [
@@ -145,6 +150,7 @@ def test_gated_matmul_rounds_both_products_and_no_more(rows, depth, width, tilin
     assert_gated(mosaic.gated_matmul, rows, depth, (width // 32, 2, 32), tiling=tiling)
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.parametrize(
     ("rows", "depth", "turns", "how"),
     [
@@ -186,6 +192,7 @@ def assert_saturated(out):
     np.testing.assert_allclose(out[seen], np.repeat(want[seen, None], out.shape[1], 1), 1e-2, 1e-30)
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 def test_gates_of_any_size_are_those_of_silu():
     x, w = saturated(256, (4, 2, 32))
@@ -213,6 +220,7 @@ def assert_gated(call, rows, depth, turns, **how):
     assert same(oracle.gated_matmul(x, w)) < 0.9
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.parametrize(("down", "across"), [(1, 5), (8, 48), (32, 3), (33, 7), (100, 2)])
 def test_every_tile_comes_once_and_a_band_of_rows_before_the_next(down, across):
     order = jax.vmap(lambda tile: mosaic_many.origin(tile, down, across))(jnp.arange(down * across))
@@ -275,6 +283,7 @@ def test_add_rms_norm_rounds_its_scale():
         assert np.array_equal(a, b)
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 def test_rows_do_not_depend_on_each_other():
     """All others are NaN, and come out as NaN."""
     x, w, y = integers(6, (72, 128), (128, 2, 2, 32), (6, 512))
@@ -408,6 +417,7 @@ def test_kernels_are_for_few_whole_rows_of_short_types_on_hopper(monkeypatch, on
     assert names(32) == set()
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 def test_gate_and_up_of_many_rows_are_joined_where_tiles_fill_the_chip(monkeypatch, on_hopper):
     """What an H200 took is in benchmarks/results/layer_many_h200.json."""
 
@@ -476,6 +486,7 @@ def test_chosen_tilings_fit_into_shared_memory(monkeypatch, on_hopper):
     assert 128 * 1024 <= min(bytes_of) <= max(bytes_of) <= SHARED_BYTES - 1024  # for barriers
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.parametrize("columns", [192, 256])
 @pytest.mark.parametrize("W", [16, 32, 64])
 def test_tiles_of_many_rows_fit_into_shared_memory(monkeypatch, columns, W):
@@ -650,6 +661,7 @@ def test_products_match_float32_on_a_gpu(hopper, model):
                 close(got[0], want[:, :rows])
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("model", "rows", "columns"),
@@ -674,6 +686,7 @@ def test_gated_matmul_of_many_rows_matches_float32_on_a_gpu(hopper, model, rows,
     assert np.array_equal(got[:, -128:], again)
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("W", "columns", "dtype"),
@@ -686,6 +699,7 @@ def test_gated_matmul_of_many_rows_takes_other_turns_and_types_on_a_gpu(hopper, 
     close(np.asarray(run(x, w)), np.asarray(jax.jit(gated_truth)(x, w)))
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.gpu
 def test_gates_of_any_size_are_those_of_silu_on_a_gpu(hopper):
     x, w = map(jnp.asarray, saturated(256, (4, 2, 32)))

@@ -21,9 +21,12 @@ from tests.kernels.test_layer_mosaic import (
 )
 from tests.oracles import layer as oracle
 
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
+    ),
+]
 
 
 kernel: Any = mosaic_rotate.rotate_qkv

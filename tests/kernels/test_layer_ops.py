@@ -29,6 +29,8 @@ from dllm_jax.models.moe import MoEConfig
 from tests.cross_lowering import H200, triton_grids
 from tests.oracles import layer as oracle
 
+pytestmark = pytest.mark.long
+
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}  # of a value plus one
 EPS = 1e-5
 SMALL = Tiling(rows=16, columns=16, depth=32, splits=2, num_stages=2)
@@ -138,6 +140,7 @@ def test_rotate_qkv_matches_numpy(name, dtype, rotary, normed, biased):
         assert np.array_equal(got[0][..., rotary:], kept)
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.parametrize(
     ("dtype", "biased"),
     [("bfloat16", True), slow("bfloat16", False), slow(None, False), slow(None, True)],
@@ -245,6 +248,7 @@ def weights(module, cfg):
     return jax.tree.map(lambda leaf: leaf * (1 if leaf.ndim < 2 else 5), drawn)
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("family", ["qwen3", *(slow(f) for f in FAMILIES if f != "qwen3")])
 def test_trunk_of_kernels_is_the_trunk(family):
@@ -439,6 +443,7 @@ def test_kernels_match_numpy_on_a_gpu(rows):
     assert np.abs(np.asarray(got.sum(axis=0)) - want).max() < 1e-2  # of values up to 400
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.gpu
 @pytest.mark.parametrize("ops", [KERNELS, LayerOps()], ids=["Triton's", "chosen"])
 @pytest.mark.parametrize("rows", [32, 128])

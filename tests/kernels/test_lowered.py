@@ -135,6 +135,7 @@ def test_the_next_process_reads_the_text(bodies, folder, monkeypatch):
     assert len([*folder.iterdir()]) == 2
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 def test_another_process_lowers_for_this_one(bodies, monkeypatch):
     class Hopper:
         device_kind = "NVIDIA H200"

@@ -100,6 +100,11 @@ def run(data, table, mask, implementation, **more):
     return np.asarray(out.astype(jnp.float32), np.float64)
 
 
+@pytest.mark.slow(
+    "^(?!.*(cudnn|triton, tiles-bfloat16-None|triton-bfloat16-None|xla))",
+    unless="pallas_kernels",
+)
+@pytest.mark.versions
 @pytest.mark.parametrize("block_causal", [False, True])
 @pytest.mark.parametrize("width", [None, 5])
 @pytest.mark.parametrize(("implementation", "dtype"), BACK_ENDS)
@@ -113,6 +118,8 @@ def test_paged_attention_matches_numpy(implementation, dtype, width, block_causa
     np.testing.assert_allclose(got[live], want[live], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.slow("triton, one tile|triton, split", unless="pallas_kernels")
+@pytest.mark.versions
 @pytest.mark.parametrize("size", [H, 2 * H])  # as many numbers as a page has tokens, and more
 @pytest.mark.parametrize(("implementation", "dtype"), BACK_ENDS)
 def test_keys_and_values_of_8_bits_are_what_they_stand_for(implementation, dtype, size):
@@ -124,6 +131,7 @@ def test_keys_and_values_of_8_bits_are_what_they_stand_for(implementation, dtype
     np.testing.assert_allclose(got[live], want[live], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.parametrize("window", [6, 20])  # less than the fresh keys; one to two pages more
 @pytest.mark.parametrize(("implementation", "dtype"), BACK_ENDS)
 def test_paged_attention_sees_no_further_than_its_window(implementation, dtype, window):
@@ -187,6 +195,8 @@ def test_kernels_begin_with_the_longest_context_and_end_with_dead_slots():
     assert reported[:, 3].tolist() == [70, 70, 9, 7, 60]
 
 
+@pytest.mark.slow("^(?!.*triton, tiles)", unless="pallas_kernels")
+@pytest.mark.versions
 @pytest.mark.parametrize("implementation", TILINGS)
 def test_paged_attention_is_the_same_under_vmap(implementation):
     cases = [case(seed, "bfloat16", block_causal=True) for seed in range(2)]
@@ -247,6 +257,7 @@ def test_tilings_are_those_that_were_measured(shapes):
     assert triton.choose_tiling(q, small, table).keys == 16  # a tile lies in one page
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.parametrize("block_causal", [True, False])
 @pytest.mark.parametrize("model", MODELS)
 def test_triton_is_chosen_and_lowers_for_published_models(monkeypatch, model, block_causal):

@@ -26,9 +26,12 @@ from tests.kernels.test_paged_attention import in_8_bits, restored
 from tests.oracles import fp8 as oracle_8_bits
 from tests.oracles import paged_attention as oracle
 
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
+    ),
+]
 TOLERANCE = 2e-2  # absolute, unit-normal data in bfloat16
 IN_8_BITS = 8e-2  # where weights are rounded to 4 bits
 
@@ -117,6 +120,7 @@ def assert_right_interpreted(tiling, *arguments, is_8_bit=False):
     assert not gpu_callbacks.get_races().races_found
 
 
+@pytest.mark.slow("None", unless="pallas_kernels")
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_interpreted_kernel_matches_numpy_without_a_race(window):
     arguments = case(16, 4, heads=(2, 1, 64), C=2, rows=2, window=window)
@@ -258,6 +262,7 @@ ROUNDED = ("two consumers", "a cluster", "a cluster, keys shared")
 QUICK = ("a cluster, keys shared", "a block that stays, one tile in flight", "8 bits", "a canvas")
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in INTERPRETED],
@@ -535,6 +540,7 @@ MODELS = {  # N G H
 }
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.parametrize(
     "model",
     [pytest.param(m, marks=() if m == "SDAR-1.7B" else pytest.mark.slow) for m in MODELS],

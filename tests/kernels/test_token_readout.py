@@ -99,6 +99,7 @@ def check(got, want, atol=2e-5):
         assert (np.asarray(got.top_ids) == top_ids).mean() > 0.9
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", FORMS)
 def test_readout_matches_numpy(name):
     lengths, options = fitted(name, LENGTHS, everything(LENGTHS))
@@ -107,6 +108,8 @@ def test_readout_matches_numpy(name):
     check(got, oracle.token_readout(*arguments, **options))
 
 
+@pytest.mark.slow("triton", unless="pallas_kernels")
+@pytest.mark.versions
 @pytest.mark.parametrize("name", ["xla", "triton"])
 def test_a_head_in_8_bits_is_read_as_what_it_stands_for(name):
     hidden, head, forbidden = draw((20, 130, 64))
@@ -124,6 +127,7 @@ def test_a_head_in_8_bits_is_read_as_what_it_stands_for(name):
     np.testing.assert_allclose(got.entropy, want.entropy, rtol=1e-4)
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(1, 17, 16), (16, 64, 64), (130, 500, 80), (5, 333, 4096)])
 @pytest.mark.parametrize("options", [{}, {"num_top": 4}, {"cap": 3.0}])
@@ -135,6 +139,7 @@ def test_readout_of_odd_sizes_matches_numpy(name, lengths, options):
     check(got, oracle.token_readout(*arguments, **options))
 
 
+@pytest.mark.slow("mosaic", unless="pallas_kernels")
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # the interpreter's
 @pytest.mark.parametrize("name", FORMS)
 def test_ties_go_to_the_lowest_id_and_rows_without_a_number_stay_alone(name):
@@ -222,6 +227,7 @@ HEADS = {  # ids, width
 }
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     "model", ["SDAR-8B", *(slow(model) for model in HEADS if model != "SDAR-8B")]
 )
@@ -252,6 +258,7 @@ def on_a_gpu(monkeypatch):
 HOW = [(np.float32(t), np.int32(0), np.float32(1)) for t in (0.0, 1.3)]
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.parametrize("rows_at_once", [1024, slow(16)])
 def test_decoding_reads_the_same_by_kernel_and_by_chunks(request, monkeypatch, rows_at_once):
     R = LENGTHS[0]
@@ -313,6 +320,7 @@ def step():
     return model, session.strategy, session.aux, session.state, jnp.int32(3), "xla"
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 def test_a_step_holds_no_logits_of_its_window_and_its_head_on_every_branch(step, monkeypatch):
     def lowered():
         generate._advance.clear_cache()
@@ -345,6 +353,7 @@ def made_up(R):
     return api.TokenReadout(row.astype(jnp.int32), row + 0.5, row, none.astype(jnp.int32), none)
 
 
+@pytest.mark.versions
 @pytest.mark.gpu
 @pytest.mark.parametrize("R", [1, 32, 128, 200])
 @pytest.mark.parametrize("options", ["plain", "everything"])
@@ -356,6 +365,7 @@ def test_readout_matches_numpy_on_a_gpu(R, options):
     check(got, oracle.token_readout(*arguments, **options), atol=1e-4)
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.gpu
 def test_a_compiled_step_holds_no_logits_of_its_window_on_a_gpu(step):
     program = generate._advance.lower(*step).compile().as_text() or ""
@@ -368,6 +378,7 @@ def read_drawn(hidden, weights, temperature, top_k, top_p, keys):
     return readout.read_stats(Head(weights), hidden, sampling, keys, forbidden=lambda ids: ids == 2)
 
 
+@pytest.mark.versions
 def test_drawn_rows_are_those_of_one_row_alone():
     """65 rows: chunks of 33, each in four of 9, both padded; each row as by itself."""
     R, V, D = 65, 50, 16

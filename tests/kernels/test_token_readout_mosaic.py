@@ -37,12 +37,16 @@ from tests.kernels.test_layer_mosaic import (
 from tests.kernels.test_token_readout import HEADS, PLAIN, check, draw
 from tests.oracles import token_readout as oracle
 
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
+    ),
+]
 
 
 # Of wider tiles XLA shares the work among threads that the interpreter holds up: it may hang.
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.parametrize(
     ("rows", "ids", "width", "tiling"),
     [
@@ -72,6 +76,7 @@ def test_tiles_in_turn_and_shared_are_exact(rows, ids, width, tiling):
     check(got, want)
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.parametrize(("rows", "is_small"), [(129, False), slow(200, True)])
 def test_laws_are_the_references(rows, is_small):
     """Ties, forbidden shares, temperatures a row; products of small whole numbers are exact."""
@@ -139,6 +144,7 @@ def test_a_tile_is_special_where_it_or_a_row_of_its_warpgroup_is():
     assert alone.tolist() == [[1, 1, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
 
 
+@pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.parametrize(
     "model", ["SDAR-1.7B", *(slow(model) for model in HEADS if model != "SDAR-1.7B")]
 )

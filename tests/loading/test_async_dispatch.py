@@ -13,6 +13,8 @@ import pytest
 
 from dllm_jax.loading.jax_settings import ASYNC_DISPATCH, enable_async_dispatch
 
+pytestmark = pytest.mark.long
+
 EXPECTED = "1" if jax.__version_info__ >= (0, 11, 2) else None
 
 # Each verb gets as far as the model's folder.
@@ -75,6 +77,7 @@ def test_versions_that_were_not_tried_are_left_alone(monkeypatch, version, expec
     assert os.environ.get(ASYNC_DISPATCH) == expected
 
 
+@pytest.mark.slow
 def test_a_verb_sets_it_before_it_looks_for_devices():
     run = [sys.executable, "-c", VERBS.replace("VARIABLE", ASYNC_DISPATCH)]
     reported = subprocess.run(run, capture_output=True, text=True, check=True).stdout

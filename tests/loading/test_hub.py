@@ -483,6 +483,7 @@ def test_a_pipe_shows_nothing(model, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_at_once_and_the_next_run_goes_on(model, tmp_path):
     """Environment variables as users set them: HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE."""
     model.repositories["org/name"].token = "hf_secret"

@@ -62,6 +62,7 @@ class Killed(BaseException):
     """Stands for a signal that no process hears."""
 
 
+@pytest.mark.versions
 def test_half_an_entry_is_compiled_anew_with_the_warning_that_is_filtered(monkeypatch, tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
     assert triple(4) == 12
@@ -80,6 +81,7 @@ def test_half_an_entry_is_compiled_anew_with_the_warning_that_is_filtered(monkey
     assert triple(6) == 18  # under that filter
 
 
+@pytest.mark.versions
 def test_what_a_killed_process_left_goes_at_the_next_start_and_the_rest_stays(monkeypatch):
     turn_on()
     assert triple(4) == 12
@@ -104,6 +106,7 @@ def test_what_a_killed_process_left_goes_at_the_next_start_and_the_rest_stays(mo
     assert len(entries()) == 2
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("damage", ["cut", "garbled", "foreign", "emptied"])
 def test_a_damaged_entry_is_replaced_at_the_next_start(damage):
     """Item 20: JAX itself would report it at every start, and never write it again."""
@@ -122,6 +125,7 @@ def test_a_damaged_entry_is_replaced_at_the_next_start(damage):
     assert zlib.decompress(again.read_bytes())
 
 
+@pytest.mark.versions
 def test_an_entry_is_unpacked_once(monkeypatch):
     """Item 20: a start costs the entries that are new, not the whole folder."""
     turn_on()
@@ -133,6 +137,7 @@ def test_an_entry_is_unpacked_once(monkeypatch):
     assert list(entries().values()) == [entry]
 
 
+@pytest.mark.versions
 def test_the_folder_is_locked_and_bounded_unless_the_user_chose(monkeypatch):
     turn_on()
     assert getattr(jax.config, SETTINGS[0]) == str(cache_folder())
@@ -143,6 +148,7 @@ def test_the_folder_is_locked_and_bounded_unless_the_user_chose(monkeypatch):
     assert getattr(jax.config, SETTINGS[1]) == 1000
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("what", ["owner", "lock"])
 def test_a_folder_that_cannot_be_locked_is_used_without(monkeypatch, what):
     def fail(*_, **__):
@@ -161,6 +167,7 @@ def test_a_folder_that_cannot_be_locked_is_used_without(monkeypatch, what):
     assert entry.exists()
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("is_chosen", [True, False], ids=["chosen", "usual"])
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777, 0o702, "another user's"])
 def test_item_5_a_folder_that_others_may_write_is_not_used(

@@ -82,6 +82,7 @@ def d2f_logits(model, texts, prompt_len, rows):
     return logits(model.params, twice), np.where(rows < cached, rows, rows - cached + prompt_len)
 
 
+@pytest.mark.slow
 def test_the_chain_sums_to_one_over_all_completions(small):
     """Of two blocks, the first shared with the prompt."""
     every = [list(ids) for ids in itertools.product(range(MASK), repeat=4)]
@@ -100,6 +101,7 @@ def test_the_chain_sums_to_one_over_all_completions(small):
     assert written.tokens[0].tolist() == greedy[0]
 
 
+@pytest.mark.slow
 def test_the_elbo_is_the_mean_over_all_orders(small):
     prompt, completion = [1, 2, 0], [3, 1, 2]
     total = 0.0
@@ -161,6 +163,7 @@ def smooth(length):
     return value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "budget"), [(8, 128), (12, 128), (32, 128)])
 def test_the_stated_error_covers_as_often_as_it_says(length, budget, small):
     """A block of 8 by the model; made-up laws of more, whose exact value needs over 4,000 sets."""
@@ -212,6 +215,8 @@ def test_sizes_are_uniform_where_a_rounded_grid_is_not():
 
 # One of each kind: block-causal, shifted or not, with experts that a block chooses together; full,
 # shifted or not; causal.
+@pytest.mark.long
+@pytest.mark.slow("^(?!.*sdar)")
 @pytest.mark.parametrize(
     "family", ["sdar", "fast_dllm_v2", "llada2_2", "llada", "dream", "dream+d2f", "qwen3"]
 )
@@ -261,6 +266,7 @@ def test_new_texts_compile_nothing(small):
     assert [fn._cache_size() for fn in (likelihood._keys, likelihood._forward)] == sizes
 
 
+@pytest.mark.long
 def test_texts_are_tokenised_apart_from_their_prompts():
     model = dj.load("builtin:tiny-sdar", dtype="float32")
     tokenizer = model.tokenizer

@@ -81,6 +81,7 @@ def folder(tmp_path):
     return to
 
 
+@pytest.mark.versions
 def test_a_folder_loads_whole(folder):
     model = dj.load(folder)
     assert model.config == TINY
@@ -167,6 +168,7 @@ def test_a_stated_type_is_taken(dtype):
 # A model is one argument of a jit.
 
 
+@pytest.mark.versions
 def test_two_loads_trace_once(folder):
     traces = []
 
@@ -181,6 +183,7 @@ def test_two_loads_trace_once(folder):
     assert len(traces) == 1
 
 
+@pytest.mark.versions
 def test_another_config_traces_again(folder, tmp_path):
     traces = []
 
@@ -216,6 +219,7 @@ def small_published(monkeypatch):
     return "random:JetLM/SDAR-Tiny-b8"
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(("dtype", "found"), [("auto", "float32"), ("bfloat16", "bfloat16")])
 def test_random_weights_have_the_published_form(small_published, dtype, found):
     model = load(small_published, dtype=dtype)
@@ -227,6 +231,7 @@ def test_random_weights_have_the_published_form(small_published, dtype, found):
     )
 
 
+@pytest.mark.versions
 def test_random_weights_are_random(small_published):
     params = load(small_published).params
     for name in ("embed", "lm_head"):
@@ -253,6 +258,7 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.mark.versions
 def test_random_weights_take_a_program_a_drawn_shape_and_no_other(compiled, small_published):
     _draw.clear_cache()
     params = load(small_published).params
@@ -261,6 +267,7 @@ def test_random_weights_take_a_program_a_drawn_shape_and_no_other(compiled, smal
     assert all("_draw" in name for name in compiled)
 
 
+@pytest.mark.versions
 def test_read_weights_take_no_program_and_a_cpu_none_of_the_memory_they_were_read_into(
     compiled, monkeypatch, folder
 ):
@@ -323,6 +330,7 @@ def test_a_leaf_is_on_the_device_before_the_next_is_put_there(folder, monkeypatc
     assert ids[:-1:2] == ids[1::2]
 
 
+@pytest.mark.long
 def test_only_norms_are_ones_and_float32_stays(monkeypatch, small_published):
     config = MoEConfig(
         **dataclasses.asdict(TINY) | {"num_layers": 1, "qkv_bias": True, "o_bias": True},
@@ -345,6 +353,7 @@ def test_only_norms_are_ones_and_float32_stays(monkeypatch, small_published):
     assert {"bqkv", "bo", "router_bias", "experts_down", "q_norm"} <= {*leaves}
 
 
+@pytest.mark.versions
 def test_a_large_leaf_is_drawn_in_parts(monkeypatch):
     monkeypatch.setattr("dllm_jax.loading.load._DRAW", 1000)
     for shape in ((30, 20, 10), (7, 3000), (1, 5000)):  # 6 parts, a row each, no way to cut
@@ -360,6 +369,7 @@ def test_a_large_leaf_is_drawn_in_parts(monkeypatch):
 # Errors: one line each.
 
 
+@pytest.mark.versions("4B|kwargs3")
 @pytest.mark.parametrize(
     ("source", "kwargs", "words"),
     [
@@ -411,6 +421,7 @@ def test_notes_reach_the_user_as_warnings(tmp_path):
         load(folder)
 
 
+@pytest.mark.long
 def test_a_model_is_loaded_and_an_engine_imported_without_what_takes_long_to_import(folder):
     program = (
         "import sys, dllm_jax as dj; m = dj.load(sys.argv[1]); dj.LLM; "

@@ -58,6 +58,7 @@ def test_the_matrices_of_the_layers_are_rounded_and_the_others_kept(plain, model
             assert np.array_equal(found[is_same], values[is_same])
 
 
+@pytest.mark.long
 def test_logits_are_near_those_of_the_weights_as_they_were(plain, model):
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 250, (2, 32)))
     want, got = plain.logits(ids), model.logits(ids)
@@ -114,6 +115,7 @@ def test_random_models_are_rounded_leaf_by_leaf(monkeypatch):
     assert read == used == sum(sizes) / 2 + others  # in weights of 16 bits
 
 
+@pytest.mark.long
 def test_experts_and_the_shared_one_are_rounded_and_routers_stay():
     cfg = MoEConfig(
         vocab_size=64,
@@ -155,6 +157,7 @@ def test_experts_and_the_shared_one_are_rounded_and_routers_stay():
     assert np.sqrt(np.mean(np.square(got - want)) / np.var(want)) < 0.3
 
 
+@pytest.mark.slow
 def test_the_same_request_gives_the_same_tokens_alone_and_in_a_batch(model):
     """And those of `dj.generate`, with a prefix hit too."""
     strategy = BlockDiffusion(block_size=8, accept_threshold=0.5)
@@ -195,6 +198,7 @@ def test_other_quantizations_are_refused(value, text):
             dj.load(source, quantization=value)
 
 
+@pytest.mark.slow
 def test_a_canvas_model_is_rounded_but_for_its_routers_and_scales(tmp_path):
     how = {"quantization": "fp8", "quantize_head": True}
     model = dj.load(write_canvas(tmp_path / "canvas"), **how)
@@ -225,6 +229,7 @@ def test_a_model_that_is_loaded_takes_no_quantization(model):
         dj.LLM(model, quantization="fp8")
 
 
+@pytest.mark.slow
 def test_the_built_in_model_answers_as_well_in_8_bits():
     """Few problems; benchmarks/fp8_accuracy.py has many."""
     problems = evaluate.held_out("plain", 256, seed=5)

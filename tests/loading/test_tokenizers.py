@@ -767,6 +767,7 @@ def test_a_loaded_model_knows_its_mask_limit_and_ends(talker):
     assert loaded.tokenizer is loaded.tokenizer
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_through_the_familys_template(talker):
     llm = dj.LLM(str(talker), max_num_seqs=1, max_model_len=192, page_size=8, warm_up=False)
     wild = dj.SamplingParams(max_tokens=64, temperature=9.0, seed=1, ignore_eos=True)

@@ -106,6 +106,7 @@ def empty_pool(model, tokens):
     return new_pool(model.config, -(-tokens // PAGE), PAGE, jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gain", made.GAINS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_single_passes_are_the_oracles(golden, models, shape, gain):
@@ -126,6 +127,7 @@ def test_single_passes_are_the_oracles(golden, models, shape, gain):
         assert np.abs(case["first"] - case["conditioned"]).max() > 1
 
 
+@pytest.mark.slow
 def test_a_strong_net_keeps_to_the_oracle_over_three_canvases(golden, models):
     """Each step is given the oracle's inputs; each canvas stands on those committed before it."""
     model, size = models(made.FORCED, 1.0), SHAPES[made.FORCED][1]
@@ -177,6 +179,8 @@ WRONG = {
 }
 
 
+@pytest.mark.long
+@pytest.mark.slow("a window of one more")
 @pytest.mark.parametrize("wrong", WRONG)
 def test_golden_file_notices(golden, models, wrong):
     """A mistake that no shape betrays moves the logits by far more than the tolerance."""
@@ -226,6 +230,8 @@ WRONG_FUNCTIONS = {
 }
 
 
+@pytest.mark.long
+@pytest.mark.slow("a band a row|scores scaled by the head's size")
 @pytest.mark.parametrize("wrong", WRONG_FUNCTIONS)
 def test_golden_file_notices_a_broken_rule(golden, models, monkeypatch, wrong):
     """As above, of mistakes in a function."""
@@ -240,6 +246,7 @@ def test_golden_file_notices_a_broken_rule(golden, models, monkeypatch, wrong):
     assert np.abs(got - case["conditioned"]).max() > 100 * TOLERANCE[0.4]
 
 
+@pytest.mark.long
 def test_a_commit_is_a_prefill(models):
     """Keys and values of a canvas stored behind its prompt are those of one prefill of both."""
     model = models("pattern", 0.4)
@@ -287,6 +294,7 @@ def test_conditioning_on_nothing_is_still_a_norm(models):
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_whole_logits_are_the_encoders(models):
     model = models("base", 0.4)
     with pytest.raises(ValueError, match='use attention="causal"'):
@@ -299,6 +307,7 @@ def test_whole_logits_are_the_encoders(models):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "bound", "nats"), [("bfloat16", 0.15, 0.5), ("fp8", 0.45, 1.5)])
 def test_few_bits_keep_the_likeliest_tokens(golden, models, form, bound, nats):
     """Of weights rounded to 16 or to 8 bits, a damped net keeps its argmaxes and entropies."""
@@ -356,6 +365,7 @@ def test_a_canvas_sees_itself_and_the_same_cached_keys_from_every_row(n, window)
     np.testing.assert_array_equal(fresh, (apart >= 0) & (apart < window))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 9, 30])
 def test_pages_within_reach_hold_all_that_a_canvas_sees(window):
     """At every place of the canvas: what is left out is seen by no row, and counts stay."""
@@ -411,6 +421,7 @@ def test_triton_refuses_a_window_that_counts_from_a_block():
             paged_attention(*arguments[:-1], refused, implementation="triton")
 
 
+@pytest.mark.long
 def test_factors_of_random_weights_are_ones(models):
     """Drawn small, they would shrink the residual stream by 50 in every layer."""
     shapes = gemma.param_shapes(models("base", 0.4).config)

@@ -33,6 +33,8 @@ from tests.oracles.checkpoints import write_tiny
 from tests.oracles.draft_files import CONFIG, VARIANTS, write_draft
 from tests.oracles.draft_model import draft_hidden
 
+pytestmark = pytest.mark.long
+
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "draft.npz")
 TARGET_SEED = 40  # as in golden/make_draft_golden.py
 TOLERANCE = 1e-4

@@ -31,6 +31,8 @@ from tests.oracles.draft_files import CONFIG, write_draft
 from tests.oracles.tiny_configs import CONFIGS
 from tests.strategies import test_dflash as rounds
 
+pytestmark = pytest.mark.long
+
 PROMPTS = [list(range(1, 4)), list(range(5, 26)), list(range(30, 38))]
 
 
@@ -62,6 +64,7 @@ def masked_text() -> tuple[rounds.Wish, list[int]]:
     raise AssertionError("the mask was never drawn")
 
 
+@pytest.mark.slow
 def test_the_mask_of_the_drafter_is_a_token_and_may_end_a_text():
     """T10: it survives in the text, and a stop id that is the mask stops there."""
     wish, text = masked_text()
@@ -106,6 +109,7 @@ def to_the_host_and_back(state):
     return back.replace(keys=jax.random.wrap_key_data(back.keys))
 
 
+@pytest.mark.slow
 def test_a_state_goes_to_the_host_and_back_between_any_two_rounds():
     """T14, after every round of the contract's case."""
     c = case("dflash")

@@ -24,6 +24,8 @@ from tests.contract.harness import Request
 from tests.oracles.checkpoints import write_tiny
 from tests.oracles.families import reference_logits
 
+pytestmark = pytest.mark.long
+
 BLOCK, DEPTH = 4, 3
 ACCEPT, ADD, SEMI = 0.12, 0.25, 0.5
 SHIFTED = ("dream", "diffucoder", "fast_dllm_v2")
@@ -88,6 +90,7 @@ def make_llm(folder, num_pages, strategy=None):
     return dj.LLM(folder, strategy, config=config, dtype="float32", progress=False)
 
 
+@pytest.mark.slow("llada2_2")
 @pytest.mark.parametrize(
     "family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in MASKED]
 )

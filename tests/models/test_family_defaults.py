@@ -67,6 +67,7 @@ def causal_model(random_folder, tmp_path_factory):
     return dj.load(folder)
 
 
+@pytest.mark.slow
 def test_a_causal_model_is_decoded_token_by_token(causal_model):
     ids = causal_model.tokenizer("Ann has 3 pens.")["input_ids"]
     out = dj.generate(causal_model, [ids], max_tokens=9, ignore_eos=True)
@@ -348,6 +349,7 @@ def test_edits_that_move_text_want_their_ids():
         check_fit(tiny("sdar"), EditIndel())
 
 
+@pytest.mark.long
 def test_edits_that_move_text_hold_no_grammar_and_no_tokens_behind_a_hole(tmp_path):
     llm = dj.LLM(str(write_tiny("llada2_2", tmp_path)), warm_up=False, max_num_seqs=1)
     wanted = dj.SamplingParams(constraint=dj.Regex("[0-9]+"))

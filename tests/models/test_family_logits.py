@@ -68,6 +68,7 @@ def some_ids(length: int = LENGTH, vocab: int = 50, seed: int = 0) -> np.ndarray
 # --- transformers, the NumPy reference and the model ---------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_reference_agrees_with_transformers(folder_of, name):
     ids = GOLDEN[f"{name}/ids"]
@@ -179,6 +180,7 @@ DRAWS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DRAWS)
 def test_logits_agree_with_the_reference(tmp_path, name):
     family, changes = DRAWS[name]
@@ -188,6 +190,7 @@ def test_logits_agree_with_the_reference(tmp_path, name):
     assert min(spread) > (0.1 if changes.get("scale_logits") else 1)
 
 
+@pytest.mark.long
 def test_residual_streams_agree_with_the_reference(folder_of, model_of):
     """Index 0 is the embedding, index j + 1 what layer j leaves: what drafters are fed with."""
     for name in ("qwen3", "llama31"):
@@ -429,6 +432,7 @@ ROUNDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROUNDED)
 def test_bfloat16_stays_close(tmp_path, name):
     """The same bfloat16 weights, activations rounded or not."""

@@ -23,6 +23,8 @@ from tests.oracles import families
 from tests.oracles.checkpoints import write_tiny
 from tests.oracles.families import reference_logits, run, visibility
 
+pytestmark = pytest.mark.long
+
 TOLERANCE = 1e-4
 ROWS, WIDTH, EXPERTS = 64, 40, 12
 LENGTH = 10

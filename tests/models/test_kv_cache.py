@@ -45,6 +45,7 @@ def test_a_row_is_divided_by_a_power_of_two_and_rounded():
     assert np.asarray(fp8.quantize(wild, jnp.ones(1))).astype(float).tolist() == [[[448, -448, 1]]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [None, "fp8"])
 @pytest.mark.parametrize("source", [SMALL, "builtin:tiny-qwen3"])
 def test_no_key_and_no_value_is_larger_than_its_scale_allows(source, how):
@@ -80,6 +81,7 @@ def engine(model, **sizes: Any):
     return dj.LLM(model, strategy, config=config, warm_up=False)
 
 
+@pytest.mark.slow
 def test_the_same_request_gives_the_same_tokens(plain, model):
     """Alone, in a batch, after a prefix hit, after preemption, in other pieces of the prompt.
 
@@ -111,6 +113,7 @@ def test_the_same_request_gives_the_same_tokens(plain, model):
     assert np.asarray(other.tokens)[:, :24].tolist() != together
 
 
+@pytest.mark.long
 def test_pages_take_a_byte_a_number(plain, model):
     llm, other = engine(model), engine(plain)
     assert 4 * llm.memory.page_bytes == other.memory.page_bytes

@@ -27,6 +27,7 @@ def case(request):
     return dj.load(folder, dtype="float32"), np.load(folder / "logits.npz")
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("attention", MASKS)
 def test_logits_agree_with_transformers(case, attention):
     model, golden = case

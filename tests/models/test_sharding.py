@@ -50,6 +50,8 @@ def tiny(family):
     return cfg, toys.weights(cfg, 3)
 
 
+@pytest.mark.long
+@pytest.mark.slow("dream-8|llada2-4")
 @pytest.mark.parametrize("parts", [4, 8])
 @pytest.mark.parametrize("family", ["dream", "llada2"])
 def test_fitted_weights_have_the_same_logits(family, parts):
@@ -89,6 +91,7 @@ def test_a_device_holds_its_part_alone():
     assert model.split.misplaced(model.params) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["published", "converted"])
 def test_a_folder_is_read_leaf_by_leaf_onto_devices(kind, random_folder, tmp_path, monkeypatch):
     folder = (
@@ -153,6 +156,7 @@ def pack(folder):
     safetensors.numpy.save_file(tensors, file)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["published", "packed", "converted"])
 def test_experts_and_ids_are_read_device_by_device(kind, tmp_path, monkeypatch):
     """12 experts of 5 devices: no array of the host is larger than a part or another leaf."""
@@ -192,6 +196,7 @@ def test_experts_and_ids_are_read_device_by_device(kind, tmp_path, monkeypatch):
     assert sizes["experts_gate_up"] > max(found)
 
 
+@pytest.mark.slow
 def test_random_weights_are_drawn_leaf_by_leaf_onto_devices(monkeypatch):
     monkeypatch.setitem(PUBLISHED, "tiny", CONFIGS["llada2"] | {"mask_token_id": 47})
     split, leaves, draw = over_devices(4), [], loading._random_leaf
@@ -234,6 +239,7 @@ def assert_same_parts(found, wanted):
         np.testing.assert_array_equal(a, b, name)
 
 
+@pytest.mark.long
 def test_zeros_behind_the_inputs_of_a_matrix_are_not_shared():
     """160 inputs are stored as 256 on one device, and as 80 on each of two."""
     cfg = dataclasses.replace(toys.CONFIG, ffn_size=160)
@@ -243,6 +249,7 @@ def test_zeros_behind_the_inputs_of_a_matrix_are_not_shared():
     assert_same_parts(place(whole, split).params, toys.in_8_bits(place(model, split)).params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [2, 8])
 def test_weights_are_rounded_part_by_part_as_whole_ones_are(parts):
     """Matrices of split outputs and of split inputs, the head, the scales of the cache."""
@@ -268,6 +275,7 @@ def test_a_row_has_one_scale_on_all_devices():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [2, 8])
 def test_rows_in_8_bits_differ_by_a_last_bit_alone(parts):
     """A sum in another order; where it falls between two numbers of 8 bits, a row shows it."""
@@ -297,6 +305,8 @@ def test_rows_in_8_bits_differ_by_a_last_bit_alone(parts):
     assert float(jnp.mean(differ > 1e-4)) < 0.02
 
 
+@pytest.mark.long
+@pytest.mark.slow("with experts")
 @pytest.mark.parametrize(
     "kind", ["published", "with experts", "converted", "in 8 bits", "all in 8"]
 )
@@ -377,6 +387,7 @@ def test_a_split_model_is_not_split_again():
         place(model, over_devices(4))
 
 
+@pytest.mark.long
 def test_a_drafter_on_other_devices_is_refused():
     """Its weights would be cut and its sums not: drafts would be garbage, texts right."""
     target, draft = dj.load("builtin:tiny-qwen3"), dj.load("builtin:tiny-qwen3-dflash")

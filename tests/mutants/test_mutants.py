@@ -11,6 +11,8 @@ import pytest
 from tests.mutants.suites import SUITES
 from tests.mutation import Mutant, Suite, mutate, sources
 
+pytestmark = pytest.mark.long
+
 
 def _unbroken(suite: Suite) -> list[Mutant]:
     """A copy without changes for each killer."""
@@ -40,6 +42,7 @@ def test_a_mutant_is_noticed(suite: Suite, mutant: Mutant, tmp_path: Path) -> No
         check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("suite", "copy"), _cases({name: _unbroken(suite) for name, suite in SUITES.items()})
 )

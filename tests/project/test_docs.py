@@ -46,6 +46,8 @@ def test_pages_are_found():
     assert len(list((ROOT / "docs" / "adr").glob("000[1-6]-*.md"))) == 6
 
 
+@pytest.mark.long
+@pytest.mark.slow(r"^(?!.*(README\.md|docs/convert\.md|docs/write_a_strategy\.md))")
 @named([page for page in PAGES if blocks(page, "python")])
 def test_python_blocks_run(page, monkeypatch):
     monkeypatch.chdir(ROOT)

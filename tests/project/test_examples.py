@@ -57,6 +57,7 @@ def test_step_function_fills_the_surest_half_of_the_holes(my_step):
     assert (trace.finish_reason, trace.nfe) == ("length", 9)
 
 
+@pytest.mark.slow
 def test_step_function_runs_from_the_library_and_the_command_line(
     my_step, random_folder, capsys, monkeypatch
 ):

@@ -81,6 +81,7 @@ def run_installed(target, folder, *arguments):
     return done.stdout
 
 
+@pytest.mark.long
 def test_wheel_holds_the_four_packages_and_nothing_else(wheel):
     tops = {name.split("/")[0] for name in wheel.namelist()}
     info = {top for top in tops if top.endswith(".dist-info")}
@@ -96,6 +97,7 @@ def source_files(folder):
     }
 
 
+@pytest.mark.long
 def test_wheel_holds_every_source_and_data_file_once(wheel):
     expected = {f"dllm_jax/{name}" for name in source_files("dllm_jax")}
     for folder, path in LINKS.items():
@@ -105,12 +107,14 @@ def test_wheel_holds_every_source_and_data_file_once(wheel):
         assert f"dllm_jax/builtin/{name}/model.safetensors" in expected
 
 
+@pytest.mark.long
 def test_links_lead_to_the_top_level_folders():
     for folder, path in LINKS.items():
         assert (ROOT / path).is_symlink()
         assert (ROOT / path).resolve() == ROOT / folder
 
 
+@pytest.mark.slow
 def test_a_wheel_of_the_source_distribution_is_the_same(wheel, tmp_path):
     """It is what pip builds where there is no wheel; a tar has no links."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)]
@@ -124,6 +128,7 @@ def test_a_wheel_of_the_source_distribution_is_the_same(wheel, tmp_path):
         assert sorted(other.namelist()) == sorted(wheel.namelist())
 
 
+@pytest.mark.long
 def test_wheel_names_the_command_and_the_licence(wheel):
     (entry,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
     parser = configparser.ConfigParser()
@@ -145,6 +150,7 @@ print(json.dumps({"files": files, "vocab_size": model.config.vocab_size, "text":
 """
 
 
+@pytest.mark.long
 def test_wheel_works_where_there_is_no_checkout(installed, tmp_path):
     there = {path.name for path in installed.iterdir()}
     assert there >= PACKAGES
@@ -203,6 +209,7 @@ def test_each_module_exists_once_in_either_order(order, tmp_path):
     run_installed(ROOT, tmp_path, "-c", SAME_MODULES, str(ROOT), *order)
 
 
+@pytest.mark.slow
 def test_top_level_names_are_the_modules_of_an_installed_wheel(installed, tmp_path):
     run_installed(installed, tmp_path, "-c", SAME_MODULES, str(installed), *ORDERS[0])
     reported = run_installed(installed, tmp_path, "-m", "checkpoints_convert", "--help")
@@ -215,6 +222,7 @@ def git(folder, *words):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_wheel_and_import_of_a_clone_without_links_name_the_remedy(tmp_path):
     """Issue 47: links are text files after `git clone -c core.symlinks=false`."""
     origin, clone = tmp_path / "origin", tmp_path / "clone"
@@ -240,6 +248,7 @@ def test_wheel_and_import_of_a_clone_without_links_name_the_remedy(tmp_path):
     run_installed(clone, tmp_path, *imports[1:])
 
 
+@pytest.mark.long
 def test_an_editable_wheel_exposes_the_packages_alone(tmp_path, project):
     """Issue 47: `pip install -e .` put the whole checkout on the path, `tests` as well.
 
@@ -270,6 +279,7 @@ dllm_jax.strategies.load_strategy("multi_bd")
 """
 
 
+@pytest.mark.slow
 def test_packages_of_the_same_name_on_the_path_do_no_harm(installed, tmp_path):
     for folder in LINKS:
         (tmp_path / folder).mkdir()
@@ -296,6 +306,7 @@ for line in ("from strategies import AR", "import strategies.core", "import stra
 """
 
 
+@pytest.mark.slow
 def test_foreign_packages_first_on_the_path_break_nothing(tmp_path):
     """Item 1: the checkout's own modules, and the error of a user's file that met a foreign one."""
     for folder in LINKS:

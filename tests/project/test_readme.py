@@ -17,6 +17,8 @@ import pytest
 
 from tests.serve.driving import PROGRAMS
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ELSEWHERE = re.compile(r"pip |make test|.*(/models/|--model |--draft )")
@@ -55,6 +57,7 @@ def test_the_first_command_works_as_printed(clone):
     assert run(clone, [first]).count("right: the answer is") == 1
 
 
+@pytest.mark.slow
 def test_other_commands_work_as_printed(clone):
     lines = commands_of(clone)
     verbs = {"generate", "chat", "eval", "trace"}

@@ -17,6 +17,8 @@ from dllm_jax.cli import entry, main
 from dllm_jax.engine.layout import EngineConfig
 from tests.api.test_llm import CONFIG, STRATEGY
 
+pytestmark = pytest.mark.long
+
 MOST_SECONDS, MOST_BYTES = 2.0, 1000  # of the processor, so that a busy machine fails nothing
 WORDS = (
     "",

@@ -273,6 +273,7 @@ print(len(one._threads))
 """
 
 
+@pytest.mark.long
 def test_the_process_ends_with_the_program_that_is_being_compiled():
     """Within XLA a thread may not be torn down; 99 programs would take minutes."""
     began = time.monotonic()
@@ -325,6 +326,7 @@ def keys_run(runner: ModelRunner, monkeypatch) -> list:
     return ran
 
 
+@pytest.mark.long
 def test_the_largest_programs_serve_every_request_and_smaller_ones_replace_them(monkeypatch):
     """Items 23.12 and 25.7: the same tokens before and after, and no request waits."""
     monkeypatch.setattr(Behind, "start", lambda self: None)
@@ -359,6 +361,7 @@ def test_the_largest_programs_serve_every_request_and_smaller_ones_replace_them(
     made.close()
 
 
+@pytest.mark.long
 def test_requests_run_while_a_program_is_being_compiled(monkeypatch):
     going, go = threading.Event(), threading.Event()
 
@@ -377,6 +380,7 @@ def test_requests_run_while_a_program_is_being_compiled(monkeypatch):
     go.set()
 
 
+@pytest.mark.long
 def test_all_of_them_first_where_one_asks_for_it():
     with dj.LLM(models.plain(), STRATEGY, config=FEW, warm_up="all", progress=False) as llm:
         stats = llm.engine.stats()

@@ -69,6 +69,8 @@ def assert_same(name, got, want, requests=None):
 # --- every case, whatever happens around it -------------------------------------------------------
 
 
+@pytest.mark.slow("^(?!.*multi_bd_shifted)")
+@pytest.mark.versions("multi_bd_shifted")
 @pytest.mark.parametrize("name", sweep(QUICK))
 def test_a_batch_in_another_order_and_other_slots_ends_as_the_truth(name):
     engine = make_engine(name)
@@ -97,6 +99,9 @@ def check_cache(name, request, text, start, pools):
                 np.testing.assert_allclose(a[:length], b[:length], **TOLERANCE)
 
 
+@pytest.mark.long("block_cache")
+@pytest.mark.slow("ar|d2f_whole_full|full_sequence")
+@pytest.mark.versions("multi_bd_shifted")
 @pytest.mark.parametrize("name", sweep(QUICK))
 def test_requests_alone_end_as_the_truth(name):
     engine = make_engine(name)
@@ -105,6 +110,8 @@ def test_requests_alone_end_as_the_truth(name):
     assert_same(name, ends(got), truths(name))
 
 
+@pytest.mark.long("ar|block_cache")
+@pytest.mark.slow("full_sequence")
 @pytest.mark.parametrize("steps", [1, toy.MOST_STEPS])
 @pytest.mark.parametrize("name", sweep(QUICK))
 def test_the_chunk_length_changes_nothing(name, steps, monkeypatch):
@@ -118,6 +125,8 @@ def test_the_chunk_length_changes_nothing(name, steps, monkeypatch):
         assert_same(name, ends(run(engine, wishes(name))), truths(name))
 
 
+@pytest.mark.long("^(?!.*d2f_whole_full)")
+@pytest.mark.slow("d2f_grid_full_shifted|d2f_whole_full_shifted|multi_bd_shifted")
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("name", [*sweep(QUICK), *EXTRA])
 def test_preemption_after_every_fetch_changes_nothing(name, caching):
@@ -132,6 +141,7 @@ def test_preemption_after_every_fetch_changes_nothing(name, caching):
         assert all(passes) if not caching else sum(passes) > 0
 
 
+@pytest.mark.long("ar|block_cache|full_sequence")
 @pytest.mark.parametrize("name", [*sweep(QUICK), *sweep((), EXTRA)])
 def test_preemption_at_any_step_changes_nothing(name):
     """Of all that have a slot, whatever they do there: in the middle of a prompt as well."""
@@ -153,7 +163,7 @@ def test_preemption_at_any_step_changes_nothing(name):
     assert PREFILL in caught or name in (*FULL, *WHOLE, "block_cache")
 
 
-@pytest.mark.one_version
+@pytest.mark.slow
 def test_preemption_meets_every_status_of_the_window():
     """The window's blocks in each combination that a window of three can show at a fetch."""
     A, T, D = ACTIVE, TO_CACHE, DUMMY
@@ -165,6 +175,7 @@ def test_preemption_meets_every_status_of_the_window():
     assert {(D, D), (A, D), (A, A), (T, D), (T, A), (T, T)} <= met
 
 
+@pytest.mark.long("ar|block_cache|full_sequence")
 @pytest.mark.parametrize("name", sweep(QUICK))
 def test_a_short_pool_preempts_and_changes_nothing(name):
     """Every prompt twice in one batch, in pools from the least on that takes the longest."""
@@ -194,6 +205,8 @@ def reusable(layout, prompt_len, known):
     return max(min(known, goal - layout.compute_at_least), 0) // layout.unit * layout.unit
 
 
+@pytest.mark.long("^(?!.*multi_bd_shifted)")
+@pytest.mark.slow("d2f_grid_full_shifted|d2f_whole_full")
 @pytest.mark.parametrize("name", [*sweep(QUICK), *EXTRA])
 def test_the_same_request_again_finds_its_prompt(name):
     engine = make_engine(name)
@@ -208,6 +221,7 @@ def test_the_same_request_again_finds_its_prompt(name):
     assert (found > 0) == (name not in (*WHOLE, "block_cache"))  # a unit of 48 tokens
 
 
+@pytest.mark.long("ar|block_cache")
 @pytest.mark.parametrize("name", sweep(QUICK, CACHED))
 def test_a_second_turn_finds_the_first_with_its_answer(name):
     first = dataclasses.replace(case(name).requests[1], max_tokens=30, suffix=())
@@ -225,6 +239,7 @@ def test_a_second_turn_finds_the_first_with_its_answer(name):
         assert got.metrics.cached_tokens > len(first.prompt)
 
 
+@pytest.mark.long("ar|block_cache")
 @pytest.mark.parametrize("name", sweep(QUICK, CACHED))
 def test_soft_commits_share_prompts_only_and_start_over(name):
     """Any strategy may be told so: the host's rule alone."""
@@ -241,6 +256,8 @@ def test_soft_commits_share_prompts_only_and_start_over(name):
     assert got.metrics.cached_tokens <= len(first.prompt)
 
 
+@pytest.mark.long("d2f_whole_full_shifted")
+@pytest.mark.slow("d2f_grid_full")
 @pytest.mark.parametrize("name", FULL)
 def test_a_hit_of_a_whole_prompt_copies_its_partly_filled_page(name):
     """While the first writer of the page goes on writing it; recompute takes two passes."""
@@ -280,6 +297,7 @@ def preempt_once_after(committed):
     return between
 
 
+@pytest.mark.long("ar|block_cache|full_sequence")
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("name", sweep(QUICK))
 def test_sequences_of_one_request_are_those_of_their_keys(name, caching):
@@ -317,7 +335,7 @@ def _counting_device():
     return ModelRunner(plain.programs.model, _Counts(), {}, plain.layout)
 
 
-@pytest.mark.one_version
+@pytest.mark.slow
 def test_slots_that_fill_a_bucket_up_ask_for_no_draws():
     """Else greedy requests would pay for what sampled ones asked that have left."""
     device, request = _counting_device(), case("ar").requests[0]
@@ -329,7 +347,7 @@ def test_slots_that_fill_a_bucket_up_ask_for_no_draws():
     assert seen == 0
 
 
-@pytest.mark.one_version
+@pytest.mark.long
 def test_what_lasts_outlives_requests_and_the_rest_does_not():
     device = _counting_device()
     requests = case("ar").requests[:3]
@@ -348,7 +366,8 @@ def test_what_lasts_outlives_requests_and_the_rest_does_not():
 SOME = ("multi_bd_shifted", "d2f_whole_full", "block_cache", "speculate")
 
 
-@pytest.mark.one_version
+@pytest.mark.long
+@pytest.mark.slow("^(?!.*multi_bd_shifted)")
 @pytest.mark.parametrize("name", sweep(SOME))
 def test_prefill_chunkings_change_nothing(name):
     S = case(name).grid if name in CACHED else 1
@@ -359,7 +378,7 @@ def test_prefill_chunkings_change_nothing(name):
     assert_same(name, ends(got), 2 * truths(name), 2 * case(name).requests)
 
 
-@pytest.mark.one_version
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sweep(("d2f_whole_full",)))
 def test_buckets_change_nothing(name):
     widest = toy.device(name).layout.page_buckets[-1]
@@ -378,6 +397,7 @@ def test_buckets_change_nothing(name):
     assert len(shapes) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["multi_bd", "d2f_whole_full"])
 def test_rows_that_fill_a_bucket_up_are_left_alone(name):
     """They are requests of another group, which runs beside it over more pages."""
@@ -425,6 +445,8 @@ def slots_of(name, order, free, chosen, **layout):
 
 
 # A canvas that begins early runs in wider passes, and so do its neighbours.
+@pytest.mark.long("ar|block_cache|full_sequence")
+@pytest.mark.versions("multi_bd_shifted")
 @pytest.mark.parametrize(
     "name", sweep(QUICK, [name for name in NAMES if name not in ("speculate", "diffusion_gemma")])
 )
@@ -441,7 +463,7 @@ def test_at_one_bucket_a_slot_is_equal_bit_for_bit_whatever_its_neighbours(name)
     assert len({row for _, row in met}) > 1
 
 
-@pytest.mark.one_version
+@pytest.mark.slow
 def test_a_near_tie_is_seen_and_counted():
     """Where two ids share their row of the head; as it is nothing of this request is close."""
     request = case("multi_bd").requests[0]
@@ -501,6 +523,8 @@ def small_llm():
     return dj.LLM(model, strategy, config=config, warm_up=False, seed=5)
 
 
+@pytest.mark.long
+@pytest.mark.slow("^(?!.*restricted)")
 @pytest.mark.parametrize(
     "asked",
     [
@@ -534,6 +558,8 @@ def test_llm_gives_the_tokens_of_generate_with_the_same_keys(asked):
 # --- compiling ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
+@pytest.mark.slow("multi_bd_shifted")
 @pytest.mark.parametrize(
     "name", ["multi_bd_shifted", "d2f_whole_full", pytest.param("dflash", marks=pytest.mark.slow)]
 )

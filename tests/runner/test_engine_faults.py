@@ -27,6 +27,8 @@ from tests.contract.cases import NAMES, case, sweep
 from tests.contract.engine import ends, make_engine, run, steps_a_chunk, wanted, wish
 from tests.contract.models import PADDED
 
+pytestmark = pytest.mark.long
+
 BROKEN_ID = PADDED  # never predicted: only a prompt brings it
 
 
@@ -57,7 +59,7 @@ SOME = ("multi_bd", "d2f_whole_full", "block_cache", "ar", "dflash", "full_seque
 EXPECTING = {"canvas", "diffusion_gemma", "diffusion_gemma_alone"}
 
 
-@pytest.mark.one_version
+@pytest.mark.slow("block_cache|dflash|full_sequence")
 @pytest.mark.parametrize("name", sweep(SOME, [name for name in NAMES if name not in EXPECTING]))
 def test_a_nan_in_the_prompt_ends_that_request_alone(name):
     """At its start (prefill, or the window at once), in a later page, in the last cell."""
@@ -102,6 +104,7 @@ def test_a_nan_while_decoding_keeps_what_was_settled_before(name):
     assert ends([again]) == ends([bad]), "what it left in the prefix cache is sound"
 
 
+@pytest.mark.slow("canvas|speculate")
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 0.5, "top_k": 4}])
 @pytest.mark.parametrize("name", ["multi_bd", "ar", "speculate", "canvas", "full_sequence"])
 def test_a_broken_head_ends_everything_with_error(name, sampling):
@@ -274,6 +277,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.slow("block_cache")
 @pytest.mark.parametrize(("program", "at", "when"), PLACES)
 @pytest.mark.parametrize("name", ["multi_bd", "d2f_whole_full", "speculate", "block_cache"])
 def test_one_failure_costs_no_token(name, program, at, when):

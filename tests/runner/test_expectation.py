@@ -89,6 +89,7 @@ def assert_of(stats, head, law):
     assert (drawn > 0).all()
 
 
+@pytest.mark.long
 def test_a_token_is_where_the_running_sum_passes_a_uniform_number(head):
     stats, law = read(head), laws(head)
     assert_of(stats, head, law)
@@ -97,6 +98,7 @@ def test_a_token_is_where_the_running_sum_passes_a_uniform_number(head):
     np.testing.assert_array_equal(stats.token, np.argmax(until > wanted[:, None], axis=-1))
 
 
+@pytest.mark.long
 def test_draws_have_the_frequencies_of_the_law():
     """Trap T18: over a vocabulary of shares that are full, partly forbidden and cut short."""
     rows, vocab = 4096, 2 * SHARE + 5
@@ -115,6 +117,7 @@ def test_draws_have_the_frequencies_of_the_law():
     assert abs(counts[0] / rows - 2 / 7) < 4 * (2 / 7 * 5 / 7 / rows) ** 0.5
 
 
+@pytest.mark.long
 def test_each_row_has_its_own_temperature_and_zero_draws_nothing(head):
     heats = np.array([0.0, 0.4, 0.8, 1.0, 2.0, 0.0])
     stats = read(head, how=sampling(heats))
@@ -124,6 +127,7 @@ def test_each_row_has_its_own_temperature_and_zero_draws_nothing(head):
     assert (np.asarray(stats.token) != np.asarray(stats.top_ids)[:, 0])[~greedy].any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("top_k", [0, 3])
 def test_a_head_in_8_bits_says_the_law_and_the_embedding_what_it_expects(head, top_k):
     how = sampling(top_k=top_k)

@@ -95,6 +95,7 @@ def free_port():
         return server.getsockname()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), pytest.param(("all",), marks=pytest.mark.slow)])
 def test_two_processes_give_the_texts_of_one_device_and_a_dead_one_is_named(more, tmp_path):
     command = [sys.executable, "-m", "tests.runner.one_of_several"]

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from dllm_jax.engine import engine, rounds
 from dllm_jax.engine.engine import Engine
@@ -25,6 +26,8 @@ from dllm_jax.strategies import MultiBD
 from dllm_jax.strategies.core import state
 from dllm_jax.strategies.core.protocol import split_knobs
 from tests.contract import models
+
+pytestmark = pytest.mark.long
 
 STRATEGY = MultiBD(0.35, 0.25, 0.5, block_size=4, buffer_size=3)
 CONFIG = EngineConfig(
@@ -61,6 +64,7 @@ def texts(many_rows: int | None) -> tuple[dict[str, tuple], list]:
     return ended, ran
 
 
+@pytest.mark.slow
 def test_many_slots_and_wide_blocks_have_the_tokens_of_few(monkeypatch) -> None:
     usual, ran = texts(None)
     forms = {programs.decode, programs.decode_whole, programs.decode_wide, programs.decode_many}

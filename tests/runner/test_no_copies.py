@@ -88,6 +88,7 @@ def check(program, arguments) -> None:
 ACTIVATIONS = 1_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sweep(SWIFT))
 def test_the_loop_works_in_place_and_equals_the_dense_run(name):
     program, arguments = compiled(name)
@@ -102,6 +103,7 @@ def test_the_loop_works_in_place_and_equals_the_dense_run(name):
         assert state.output[b, : int(state.output_len[b])].tolist() == row.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="XLA's CPU scatter widens bfloat16 before jax 0.11"
 )
@@ -113,7 +115,7 @@ def test_the_loop_works_in_place_in_bfloat16(name):
 CHOOSES = DFlash(4, (0, 1))
 
 
-@pytest.mark.one_version
+@pytest.mark.slow
 def test_a_choice_among_widths_works_in_place():
     """Three loops over passes of the target within one, the first of them without a draft."""
     assert CHOOSES.choices == (1, 2, 4)
@@ -122,6 +124,7 @@ def test_a_choice_among_widths_works_in_place():
     check(program, arguments)
 
 
+@pytest.mark.versions
 def test_the_loop_of_generate_works_in_place():
     """The product's own program, as `--watch` and streaming run it between two looks."""
     c = case("multi_bd")
@@ -143,6 +146,9 @@ def test_the_loop_of_generate_works_in_place():
 ENGINE = ("d2f_whole_full", "block_cache", "speculate")
 
 
+@pytest.mark.long
+@pytest.mark.slow("block_cache|speculate")
+@pytest.mark.versions("canvas|dflash|multi_bd_shifted")
 @pytest.mark.parametrize(
     "name", [n if n in ENGINE else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
 )
@@ -171,7 +177,7 @@ def test_the_programs_of_the_engine_work_in_place(name):
     assert words == wanted
 
 
-@pytest.mark.one_version
+@pytest.mark.slow
 def test_pools_of_several_shapes_are_written_in_place(tmp_path):
     """DiffusionGemma's: sliding and global layers differ in heads and in their size."""
     model = dj.load(write_canvas(tmp_path / "canvas", "pattern"), dtype="float32")
@@ -197,6 +203,7 @@ def test_pools_of_several_shapes_are_written_in_place(tmp_path):
         assert program.memory_analysis().alias_size_in_bytes >= cache, word
 
 
+@pytest.mark.long
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "name", ["multi_bd", "block_diffusion", "ar", "speculate", "dflash", "multi_bd in 8 bits"]
@@ -214,6 +221,7 @@ def test_the_loop_works_in_place_on_a_gpu(name):
     assert program.memory_analysis().alias_size_in_bytes >= cache
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("kind", ["select", "read_after_write"])
 def test_a_copied_cache_is_seen(kind):
     """The detector itself: two programs that must copy a donated pool."""

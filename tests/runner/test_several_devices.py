@@ -85,6 +85,8 @@ def alone(kind):
     return dj.generate(KINDS[kind](), PROMPTS, **DRAWN)
 
 
+@pytest.mark.long
+@pytest.mark.slow("4|8")
 @pytest.mark.parametrize(
     ("kind", "parts"),
     [
@@ -108,6 +110,7 @@ MORE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sweep(SOME, SOME + MORE))
 def test_every_form_of_strategy_gives_the_texts_of_one_device(name):
     """Full prompts, revisions, mixtures of embeddings, expectations, whole texts."""
@@ -118,6 +121,7 @@ def test_every_form_of_strategy_gives_the_texts_of_one_device(name):
     assert_same(found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "parts"), [("base", 2), pytest.param("groups", 4, marks=pytest.mark.slow)]
 )
@@ -154,6 +158,7 @@ def test_builtin_models_give_the_texts_of_one_device(name, parts):
     )
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 def test_drafts_that_stay_by_chance_are_those_of_one_device():
     model = dj.load("builtin:tiny-qwen3")
@@ -164,6 +169,7 @@ def test_drafts_that_stay_by_chance_are_those_of_one_device():
     assert_same(found, dj.generate(model, PROMPTS, strategy, **how))
 
 
+@pytest.mark.versions
 def test_too_many_gathered_logits_are_refused(monkeypatch):
     monkeypatch.setattr(forward, "MOST_GATHERED", 1000)
     split = over_devices(2)
@@ -183,6 +189,7 @@ def test_too_many_gathered_logits_are_refused(monkeypatch):
 # --- the user's own mesh --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [None, "data"])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_generate_runs_under_a_users_mesh(kind, batch):
@@ -204,6 +211,7 @@ def test_generate_runs_under_a_users_mesh(kind, batch):
     np.testing.assert_allclose(model.logits(ids), models.plain().logits(ids), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_vmap_over_thresholds_gives_the_texts_of_one_device():
     thresholds = jnp.asarray([0.3, 0.6, 0.9])
 
@@ -217,6 +225,7 @@ def test_a_vmap_over_thresholds_gives_the_texts_of_one_device():
     assert_same(texts(place(models.plain(), over_devices(2))), texts(models.plain()))
 
 
+@pytest.mark.slow
 def test_a_trajectory_is_that_of_one_device():
     model, prompt = models.plain(), PROMPTS[0].tolist()
     found = dj.record(place(model, over_devices(2)), prompt, max_tokens=8)
@@ -277,6 +286,7 @@ def with_kernels(monkeypatch):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "parts", "by_kernel"), [("plain", 2, False), ("experts", 4, True)]
 )
@@ -309,6 +319,7 @@ def test_an_engine_over_devices_gives_the_texts_of_one(kind, parts, by_kernel, m
     assert many.memory.slot_bytes == one.memory.slot_bytes
 
 
+@pytest.mark.slow
 def test_a_command_line_takes_tp(random_folder, capsys):
     argv = ["generate", "2 plus 3?", "--model", str(random_folder), "--max-tokens", "8"]
     answers = []
@@ -330,6 +341,9 @@ def reductions(text):
     return [s for s in shapes if not s.endswith(",15]")], [s for s in shapes if s.endswith(",15]")]
 
 
+@pytest.mark.long
+@pytest.mark.slow("8")
+@pytest.mark.versions
 @pytest.mark.parametrize(("kind", "parts"), [("plain", 2), ("in_8_bits", 8)])
 def test_programs_hold_the_planned_reductions_and_copy_no_pool(kind, parts):
     """In 8 bits two more a layer: the largest numbers of rows whose parts are rounded alike."""
@@ -357,6 +371,7 @@ def test_programs_hold_the_planned_reductions_and_copy_no_pool(kind, parts):
     assert seen >= {"decode", "prefill", "admit", "restore"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["experts", "with_bias"])
 def test_programs_of_one_device_are_to_the_letter_those_without_any_sum(kind, monkeypatch):
     device = toy.make_device("multi_bd", model=KINDS[kind](), allocate=False, num_pages=NUM_PAGES)
@@ -386,6 +401,7 @@ def test_programs_of_one_device_are_to_the_letter_those_without_any_sum(kind, mo
     assert found == [text(name) for name in names]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     ("target", "name", "size"),
     [(dense, "total", 5), (forward, "total", 6), (Shard, "of_all", 7)],

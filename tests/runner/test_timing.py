@@ -146,6 +146,7 @@ def test_experts_are_read_as_they_are_hit():
     assert many == (pytest.approx(whole), one[1])
 
 
+@pytest.mark.slow
 def test_a_loop_that_times_nothing_is_told_them():
     target = models.causal()
     draft = models.drafter(target)

@@ -35,6 +35,8 @@ from dllm_jax.strategies import AR, MultiBD, Needs
 from dllm_jax.strategies.core.protocol import split_knobs
 from tests.contract import models, toys
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 
 STRATEGY = MultiBD(0.35, 0.25, 0.5, block_size=4, buffer_size=2)
@@ -99,6 +101,7 @@ def warm() -> ModelRunner:
 # --- compiling --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_programs_are_compiled_without_a_state_and_not_again(compiled):
     made = device(max_model_len=52, slot_buckets=(3,))  # sizes no other test has
     work = warmup.every_program(made.layout, made.num_words)
@@ -128,6 +131,7 @@ def _exported_embed(params, cfg, ids):
     return jax.export.export(jax.jit(lambda rows: rows))(given).call(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["weights", "kernels"])
 def test_what_is_committed_to_a_device_compiles_nothing_twice(compiled, what):
     """Weights that went through `jax.device_put`, or results of exported kernels."""
@@ -154,6 +158,7 @@ def test_what_is_committed_to_a_device_compiles_nothing_twice(compiled, what):
     assert not compiled
 
 
+@pytest.mark.slow
 def test_the_states_program_is_there_before_its_memory_is_taken(compiled, monkeypatch):
     made = device(max_model_len=44, slot_buckets=(3,))  # sizes no other test has
     seen, take = [], made._reset
@@ -286,6 +291,7 @@ def test_the_memory_of_programs_is_that_of_the_hungriest():
     assert max(needs, key=needs.__getitem__) in largest, "which sizes the pool of an accelerator"
 
 
+@pytest.mark.slow
 def test_temporaries_do_not_depend_on_the_pool():
     """So they may be measured before the pool's size is known."""
     took = [
@@ -347,6 +353,7 @@ def test_an_accelerator_that_is_out_of_memory_says_what_to_lower(monkeypatch):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_what_programs_need_counts_before_memory_is_taken(monkeypatch):
     monkeypatch.setattr(warmup, "compile_ahead", lambda *_: 2**60)
     made = []

@@ -14,6 +14,8 @@ import pytest
 from tests.serve import test_http
 from tests.serve.driving import CHAT, ROOT, TEXT, scripted
 
+pytestmark = pytest.mark.long
+
 USER = {"role": "user", "content": "hi"}
 
 
@@ -161,11 +163,13 @@ def test_a_trap_is_closed(server, name):
     CHECKS[name](server)
 
 
+@pytest.mark.slow
 def test_the_trap_of_a_causal_model_is_closed(tmp_path):
     with scripted(tmp_path, **settings_of(check_causal)) as server:
         check_causal(server)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trap", TWINS)
 def test_a_twin_with_the_trap_is_noticed(tmp_path, trap):
     name, file, old, new = TWINS[trap]

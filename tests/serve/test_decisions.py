@@ -11,6 +11,8 @@ import pytest
 
 from tests.serve.driving import Server, scripted
 
+pytestmark = pytest.mark.long
+
 PATH = "/v1/decisions"
 QUESTIONS = [
     {"type": "predicate", "name": "dup", "instructions": "Was there a double charge?"},
@@ -94,6 +96,7 @@ def test_what_is_not_asked_well_is_named(server, change, param):
     assert server.post(PATH, BODY)[0] == 200
 
 
+@pytest.mark.slow
 def test_the_built_in_model_decides_as_in_process(tmp_path):
     import dllm_jax as dj
     from dllm_jax.api.decide import decide

@@ -287,6 +287,7 @@ def test_pieces_are_written_at_once_where_the_client_takes_them():
     asyncio.run(asyncio.wait_for(run(), 20))
 
 
+@pytest.mark.long
 def test_another_asgi_server_runs_the_application():
     """As Ray Serve does: nothing is known of the connection but `receive` and `send`."""
     config = Config(model="m", launch=pipe.Launch("tests.serve.scripted:make", {}), version="0")

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 from tests.serve.driving import CHAT, TEXT, scripted
 
+pytestmark = pytest.mark.long
+
 DECIDE = "/v1/decisions"
 JSON = {"content-type": "application/json"}
 FORM = {"content-type": "application/x-www-form-urlencoded", "origin": "https://evil.example"}
@@ -188,6 +190,7 @@ def valid(schema, parts):
 ROUTES = (CHAT, TEXT, DECIDE, "/tokenize", "/detokenize")
 
 
+@pytest.mark.slow("/v1/chat/completions")
 @pytest.mark.parametrize("path", ROUTES)
 def test_bodies_of_the_schema_have_documented_answers(server, path):
     document = server.get("/openapi.json")[1]

@@ -20,6 +20,8 @@ import pytest
 from tests.serve import scripted as script
 from tests.serve.driving import CHAT, TEXT, gone, scripted, text_of, within
 
+pytestmark = pytest.mark.long
+
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}
 WORDS = "".join(f"word{i} " for i in range(64))
 LONG = {**MESSAGES, "max_tokens": 4000, "seed": script.HANGS}
@@ -387,6 +389,7 @@ def test_keys_guard_every_route_but_two(tmp_path):
         assert server.get("/health")[0] == server.get("/live")[0] == 200
 
 
+@pytest.mark.slow
 def test_pages_of_named_origins_may_call(tmp_path):
     origin = "https://app.example"
     with scripted(tmp_path, allowed_origins=[origin], api_keys=["k"], open_metrics=True) as server:
@@ -401,6 +404,7 @@ def test_pages_of_named_origins_may_call(tmp_path):
 # --- starting, ending, dying ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_states_while_the_engine_starts(tmp_path):
     with scripted(tmp_path, settings={"slow": 4.0}) as server:
         assert within(20, lambda: server.get("/health")[1].get("done") == 1)
@@ -423,6 +427,7 @@ def test_an_engine_that_does_not_start_is_exit_1(tmp_path):
         assert error == "error: the script does not start; mend it"
 
 
+@pytest.mark.slow
 def test_the_death_of_the_engine(tmp_path):
     with scripted(tmp_path) as server:
         child = server.child()
@@ -481,6 +486,7 @@ def test_an_engine_is_replaced(tmp_path):
         assert server.process.wait(10) == 1
 
 
+@pytest.mark.slow
 def test_the_death_of_the_front(tmp_path):
     with scripted(tmp_path) as server:
         child = server.child()
@@ -505,6 +511,7 @@ def test_sigterm_drains(tmp_path):
         assert server.process.wait(10) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_what_outlasts_the_drain_is_told(tmp_path, number, status):
     with scripted(tmp_path, drain_timeout=0.3) as server, ThreadPoolExecutor(1) as pool:

@@ -14,6 +14,8 @@ from tests.serve import browser as browsing
 from tests.serve import scripted as script
 from tests.serve.driving import gone, scripted, within
 
+pytestmark = pytest.mark.long
+
 MARKUP = "<img src=x onerror=alert(1)><b>bold</b>"
 IDLE = "!live && document.querySelector('#figures dl')"
 

@@ -14,6 +14,8 @@ import pytest
 
 from tests.serve.driving import CHAT, ROOT, TEXT, Server, text_of, within
 
+pytestmark = pytest.mark.long
+
 QUESTIONS = [
     "Ben earns 37 dollars a day and spends 29 dollars of it. Ben does this for 5 days. "
     "How many dollars does Ben have then?",
@@ -67,6 +69,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow("^(?!.*(drawn|greedy|stop$))")
 @pytest.mark.parametrize("name", CASES)
 def test_texts_are_those_of_generate(server, llm, name):
     import dllm_jax as dj
@@ -179,6 +182,7 @@ def test_the_commands_of_the_page_work_as_printed(server):
         assert wanted in done.stdout, done
 
 
+@pytest.mark.slow
 def test_infilling(tmp_path):
     flags = ("builtin:tiny-sdar", "--strategy", "full_sequence", "--no-warm-up")
     flags += ("--buffer-size", "2", "--max-num-seqs", "1")
@@ -195,6 +199,7 @@ def test_infilling(tmp_path):
         assert server.stop() == 0
 
 
+@pytest.mark.slow("empty|flags0|flags2")
 @pytest.mark.parametrize(
     ("flags", "status", "said"),
     [

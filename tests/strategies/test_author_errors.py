@@ -151,6 +151,7 @@ def plain(forward, state):
     return blocks.denoise(forward, blocks.open_next(state, 0.25), rule)
 
 
+@pytest.mark.slow
 def test_rules_take_plain_numbers():
     knobs = MultiBD(0.75, add_block_threshold=0.25, semi_complete_threshold=0.5, **SIZES)
     written = run_script(as_strategy(plain, **SIZES), [7] * 4, **SCRIPT)
@@ -158,6 +159,7 @@ def test_rules_take_plain_numbers():
     assert len(written.output) == 12
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", ["leftmost_sure", "entropy_bounded", "factor_bounded"])
 def test_rules_of_one_number_take_it_plain(rule):
     def accept(threshold):
@@ -176,6 +178,7 @@ class Written(FullSequence):
     accept_threshold: float = struct.field(pytree_node=False, default=0.5)
 
 
+@pytest.mark.long
 def test_timesteps_take_a_plain_number():
     how: Any = {"remasking": "maskgit_plus", "steps": 30, "block_size": 4, "buffer_size": 4}
     knob = run_script(FullSequence(accept_threshold=0.5, **how), [7] * 4, **SCRIPT)

@@ -91,6 +91,7 @@ def structures(monkeypatch: Any, module: Any, name: str, call: Any) -> Iterator[
         yield caught.value.args[0]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", ENTRIES)
 def test_a_strategy_of_another_class_is_another_argument(name, monkeypatch):
     module, call = ENTRIES[name]
@@ -100,6 +101,7 @@ def test_a_strategy_of_another_class_is_another_argument(name, monkeypatch):
     assert again == one, "the same strategy would be compiled twice"
 
 
+@pytest.mark.versions
 def test_the_engines_programs_are_others_for_another_class():
     one, other = (make_device("multi_bd", allocate=False) for _ in range(2))
     assert jax.tree.structure(one.programs) == jax.tree.structure(other.programs)
@@ -118,6 +120,7 @@ def numbered_apart(number: int) -> Any:
     return load_strategy(type("Numbered", (struct.PyTreeNode,), {"step": lambda *_: number})())
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("of", [numbered, numbered_apart])
 def test_many_classes_of_no_fields_run_their_own_steps(of):
     """As plain `struct.PyTreeNode`s, every sixth runs another class's step under jax 0.10."""
@@ -125,6 +128,7 @@ def test_many_classes_of_no_fields_run_their_own_steps(of):
     assert [int(run(of(number))) for number in range(40)] == [*range(40)]
 
 
+@pytest.mark.versions
 def test_classes_are_told_apart_at_every_depth():
     bare = split_knobs(DFlash(8, (1,)))[0]
     for one, other in (PAIR, ([bare, PAIR[0]], [bare, PAIR[1]]), ({"a": PAIR[0]}, {"a": PAIR[1]})):
@@ -149,6 +153,7 @@ class Apart(struct.PyTreeNode):
         return surest | sampling.above(stats, self.accept_threshold)
 
 
+@pytest.mark.long
 def test_a_pytree_with_a_step_is_adopted_with_its_fields_and_the_defaults():
     found = load_strategy(Apart(), block_size=8)
     assert isinstance(found, Strategy)
@@ -164,6 +169,7 @@ def test_a_pytree_with_a_step_is_adopted_with_its_fields_and_the_defaults():
     assert out.tokens.tolist() == dj.generate(MODEL, PROMPTS, same, max_tokens=4).tokens.tolist()
 
 
+@pytest.mark.versions
 def test_what_has_a_step_and_no_fields_is_refused():
     class Plain:
         def step(self, forward, state):
@@ -173,6 +179,7 @@ def test_what_has_a_step_and_no_fields_is_refused():
         load_strategy(Plain())
 
 
+@pytest.mark.versions
 def test_the_class_is_not_a_field():
     """Of what users see of a strategy: its repr, its fields, equality."""
     assert repr(Apart()).startswith("Apart(accept_threshold=0.5, block_size=4")

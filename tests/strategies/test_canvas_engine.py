@@ -26,6 +26,8 @@ from tests.contract import models
 from tests.contract.cases import case
 from tests.contract.harness import Request
 
+pytestmark = pytest.mark.long
+
 NAME, SIZE = "diffusion_gemma", 8
 REQUEST = case(NAME).requests[0]
 FOLDED = dataclasses.replace(REQUEST, fold=(0,))
@@ -49,6 +51,7 @@ def end_of(output):
     return output.outputs[0].token_ids, output.outputs[0].finish_reason, output.metrics.nfe
 
 
+@pytest.mark.slow
 def test_preemption_behind_every_step_of_a_canvas_changes_nothing():
     """One request, given up once, behind its first forward, its second, and so on."""
     want = toy.wanted(NAME, REQUEST)
@@ -75,6 +78,7 @@ def test_preemption_behind_every_step_of_a_canvas_changes_nothing():
     assert len(met) == want[2] - 1
 
 
+@pytest.mark.slow
 def test_a_request_resumes_from_a_snapshot_within_a_canvas(tmp_path, monkeypatch):
     llm = make_llm()
     llm.engine._save_snapshot = snapshot.snapshot_saver(
@@ -130,6 +134,7 @@ def test_denoise_events_show_the_likeliest_text_of_each_step():
     assert any(a != b for texts in truth.log for a, b in itertools.pairwise(texts))
 
 
+@pytest.mark.slow
 def test_infill_keeps_what_stands_behind_the_holes_of_the_first_canvas():
     prompt, suffix, holes = (5, 6, 7, 8, 9), (20, -1, 21), 3
     asked = Request(prompt, holes, seed=4, temperature=0.7, suffix=suffix, fold=(0,))
@@ -176,6 +181,7 @@ def step_temporaries(slots: int, vocab: int, size: int) -> int:
     return memory.temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_temporaries_of_a_step_do_not_grow_with_slots_times_vocabulary():
     """Rows have all their logits in memory 512 at a time; 128 where they are sorted."""
     vocab, size = 65_536, 128

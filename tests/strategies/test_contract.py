@@ -33,12 +33,17 @@ def ends(rows) -> list[tuple[list[int], str | None, int]]:
     return [(row.tokens, row.reason, row.nfe) for row in rows]
 
 
+@pytest.mark.slow("^(?!.*(d2f_whole_full|multi_bd_shifted))")
+@pytest.mark.versions("multi_bd_shifted")
 @pytest.mark.parametrize("name", NAMES)
 def test_decoding_equals_the_dense_run(name):
     assert ends(once(name).rows) == ends(truth(name))
     assert all(row.reason == "length" for row in once(name).rows)
 
 
+@pytest.mark.long("ar")
+@pytest.mark.slow("^(?!.*(^ar|d2f_whole_full|multi_bd_shifted))")
+@pytest.mark.versions("multi_bd_shifted")
 @pytest.mark.parametrize("name", NAMES)
 def test_stop_ids_end_a_request_where_the_dense_run_ends(name):
     requests = [
@@ -50,6 +55,8 @@ def test_stop_ids_end_a_request_where_the_dense_run_ends(name):
     assert ends(paged(name, requests).rows) == ends(wanted)
 
 
+@pytest.mark.long
+@pytest.mark.slow("^(?!.*(canvas|d2f_whole_full|dflash|multi_bd_shifted))")
 @pytest.mark.parametrize("name", NAMES)
 def test_moving_every_request_in_the_middle_changes_nothing(name):
     first_end = min(len(row.steps) for row in once(name).rows)
@@ -59,6 +66,8 @@ def test_moving_every_request_in_the_middle_changes_nothing(name):
     assert harness.step._cache_size() == traces, "the state a step leaves is not what it takes"
 
 
+@pytest.mark.long("ar|canvas")
+@pytest.mark.slow("^(?!.*(^ar|canvas|d2f_whole_full|multi_bd_shifted))")
 @pytest.mark.parametrize("name", NAMES)
 def test_neighbours_and_slot_change_nothing(name):
     for i, request in enumerate(case(name).requests):
@@ -66,12 +75,16 @@ def test_neighbours_and_slot_change_nothing(name):
         assert ends(alone.rows) == ends(once(name).rows)[i : i + 1]
 
 
+@pytest.mark.long("ar|canvas")
+@pytest.mark.slow("^(?!.*(^ar|canvas|d2f_whole_full|multi_bd_shifted))")
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "block_cache"])
 def test_writes_past_the_pages_are_dropped(name):
     # A provisional cache is read past the limit as well, so its pages must cover the window.
     assert ends(paged(name, seed=7, tight=True).rows) == ends(once(name).rows)
 
 
+@pytest.mark.long("ar|dflash")
+@pytest.mark.slow("^(?!.*(^ar|d2f_whole_full|dflash|multi_bd_shifted))")
 @pytest.mark.parametrize("name", CACHED)
 def test_the_cache_holds_what_a_dense_pass_computes(name):
     decoded = once(name)
@@ -88,6 +101,7 @@ def test_the_cache_holds_what_a_dense_pass_computes(name):
                     np.testing.assert_allclose(a[:length], b[:length], **TOLERANCE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["multi_bd", "ar", "speculate", "canvas", "diffusion_gemma"])
 def test_the_cache_of_a_text_is_its_prefill(name):
     decoded, c = once(name), case(name)
@@ -115,6 +129,8 @@ def prefilled(name, requests, chunk_size):
     return bare, harness.prefill(bare, c.model, aux, state, prompt, chunk_size)
 
 
+@pytest.mark.long("speculate")
+@pytest.mark.versions("multi_bd_shifted")
 @pytest.mark.parametrize("name", ["multi_bd_shifted", "speculate"])
 def test_prefill_in_chunks_equals_one_shot(name):
     c = case(name)
@@ -137,6 +153,7 @@ def test_two_blocks_commit_at_once_on_a_shifted_model():
     assert 8 in lengths
 
 
+@pytest.mark.versions
 def test_the_block_cache_runs_narrow_and_wide_rows_together():
     kinds = [t.log for t in truth("block_cache")]
     assert any(len(set(step)) == 2 for step in zip(*kinds, strict=False))
@@ -144,12 +161,14 @@ def test_the_block_cache_runs_narrow_and_wide_rows_together():
     assert all(True in kind and False in kind for kind in kinds)
 
 
+@pytest.mark.long
 def test_a_canvas_is_encoded_while_another_is_denoised():
     steps = zip(*(row.steps for row in once("canvas").rows), strict=False)
     status = [[int(old.buffer.status[0]) for old, _ in step] for step in steps]
     assert any(TO_CACHE in step and set(step) != {TO_CACHE} for step in status)
 
 
+@pytest.mark.long
 def test_soft_tokens_change_after_they_were_filled():
     changes = 0
     for row in once("soft_parallel").rows:
@@ -162,6 +181,7 @@ def test_soft_tokens_change_after_they_were_filled():
 # --- drafts ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_drafter_sees_the_targets_features():
     for row, seen in zip(once("speculate").rows, truth("speculate"), strict=True):
         # Each step's state holds the rows that the step before it left.
@@ -170,6 +190,8 @@ def test_the_drafter_sees_the_targets_features():
             np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.long
+@pytest.mark.slow("0")
 @pytest.mark.parametrize(("wrong", "counts"), [(0, 4), (1, 1)])
 def test_scripted_drafts_are_accepted_exactly_where_they_are_right(wrong, counts):
     request = dataclasses.replace(case("speculate").requests[1], max_tokens=13)
@@ -204,6 +226,8 @@ def test_a_draft_that_is_sometimes_right_emits_what_the_dense_loop_emits():
 # --- narrow passes and dropped writes -------------------------------------------------------------
 
 
+@pytest.mark.slow("3|8")
+@pytest.mark.versions("5")
 @pytest.mark.parametrize("width", [3, 5, 8])
 def test_a_narrow_pass_equals_the_wide_one_on_its_first_cells(width):
     """Live ranges that touch the window's end, are shorter or longer than the width, or empty."""
@@ -244,6 +268,7 @@ def test_a_narrow_pass_equals_the_wide_one_on_its_first_cells(width):
         np.testing.assert_allclose(a, b, **TOLERANCE)
 
 
+@pytest.mark.versions
 def test_store_writes_where_it_may_and_drops_the_rest():
     """Past the table's last column, on a page of -1, of a finished row: nothing is written."""
     _, state = prefilled("multi_bd", case("multi_bd").requests, 8)

@@ -36,6 +36,8 @@ from tests.strategies.test_strategy_fuzz import (
     draw_threshold,
 )
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "examples" / "credit_decoding.py"
 
@@ -181,6 +183,7 @@ def compare(kind: Any, shape: tuple[int, int, int | None], first: int, count: in
 SHAPES = [(4, 3, 2), (4, 2, None)]
 
 
+@pytest.mark.slow("shape0")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_credit_agrees_with_the_list_decoder(credit: Any, shape: Any) -> None:
     compare(credit, shape, first=0, count=120)
@@ -192,6 +195,7 @@ def test_credit_agrees_over_a_long_sweep(credit: Any, shape: Any) -> None:
     compare(credit, shape, first=1000, count=2000)
 
 
+@pytest.mark.slow
 def test_without_credits_it_is_multi_bd(credit: Any) -> None:
     """But at the threshold itself, which a drawn number does not meet."""
     sizes: dict[str, Any] = {"block_size": 4, "buffer_size": 3}

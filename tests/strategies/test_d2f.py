@@ -123,6 +123,8 @@ def scripted_model() -> Any:
     return Model(params=params, config=cfg, arch=arch, defaults=defaults)
 
 
+@pytest.mark.long
+@pytest.mark.slow("True")
 @pytest.mark.parametrize("aligned", [False, True])
 def test_the_trace_on_a_shifted_model(aligned):
     """The prompt is a block, so both grids give the trace."""
@@ -166,6 +168,7 @@ def seen_by(strategy: Any, prompt: list[int], kept: int) -> np.ndarray:
     return np.array(rows).T
 
 
+@pytest.mark.long
 def test_every_row_of_the_prompt_sees_all_of_it():
     """Which keys a prompt row sees, L = 5: rows 0-4 see keys 0-4; multi_bd: rows 0-3 see 0-3."""
     prompt = [3, 1, 4, 1, 5]
@@ -251,6 +254,7 @@ def compare(aligned: bool, S: int, K: int, first: int, count: int) -> list[Trace
     return traces
 
 
+@pytest.mark.slow("2$|False-4|True-2")
 @pytest.mark.parametrize(("S", "K"), [(2, 3), (4, 2), (4, 4)])
 @pytest.mark.parametrize("aligned", [False, True])
 def test_d2f_agrees_with_the_list_decoder(aligned, S, K):
@@ -351,6 +355,7 @@ class Adapted(Files):
         return SimpleNamespace(logits=found.logits)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "aligned"),
     [

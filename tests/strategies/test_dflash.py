@@ -29,6 +29,8 @@ from tests.contract import dense, drafters, harness, models
 from tests.contract.harness import ROOM, SLOTS, Request
 from tests.oracles.dflash_decoder import Rounds, dflash_rounds
 
+pytestmark = pytest.mark.long
+
 LAYERS = (0, 1)  # of the toy target, after which its streams are tapped
 TARGET = models.causal()
 BLOCK = DFlash(5, LAYERS, 5)
@@ -213,6 +215,7 @@ def check_batches(strategy: Any, first: int, count: int) -> list[Ended]:
     return done
 
 
+@pytest.mark.slow
 def test_random_requests_have_the_tokens_of_ar() -> None:
     done = check_batches(BLOCK, 0, 14)
     assert len(done) >= 40
@@ -254,6 +257,7 @@ def table_of(wish: Wish, text: list[int]) -> np.ndarray:
     return table
 
 
+@pytest.mark.slow("lengths1")
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("lengths", [[1, 2, 5, 6], [7, 11, 12, 32]])
 def test_right_drafts_are_all_taken_and_wrong_ones_cost_nothing(

@@ -19,6 +19,8 @@ from tests.contract import models
 from tests.contract.engine import make_device
 from tests.runner.test_warm_up import TimedDevice, layout, pass_s
 
+pytestmark = pytest.mark.long
+
 LAYERS = (0, 1)
 
 

@@ -21,6 +21,8 @@ from tests.contract import engine as toy
 from tests.contract.cases import case
 from tests.contract.engine import make_engine, run, steps_a_chunk, wish
 
+pytestmark = pytest.mark.long
+
 NAME = "dflash"
 REQUESTS = [dataclasses.replace(one, stops=()) for one in case(NAME).requests]
 
@@ -57,6 +59,7 @@ def test_counts_do_not_depend_on_neighbours_or_preemption():
     assert stats.draft_tokens_accepted == sum(sum(one.accepted) for one in every)
 
 
+@pytest.mark.slow
 def test_counts_add_over_samples_and_include_aborted_ones():
     engine = make_engine(NAME)
     (both,) = run(engine, [wish(REQUESTS[1], n=2)])
@@ -122,6 +125,7 @@ def test_the_warning_comes_once():
         engine.advance()
 
 
+@pytest.mark.slow("ar")
 @pytest.mark.parametrize("name", ["ar", NAME])
 def test_first_tokens_are_those_of_the_first_commit(name):
     """What runs tells when `ttfb_s` is known; a dispatch of several steps brings more at once."""

@@ -23,6 +23,8 @@ from dllm_jax.strategies.core import rejection
 from tests.contract import dense, drafters, models
 from tests.strategies.test_dflash import LAYERS, ROUND, SLOTS, TARGET, draw_wish, run
 
+pytestmark = pytest.mark.long
+
 # Quotients p / q are multiples of 1/8, so eight chances between them tell all there is.
 STEPS = 8
 DRAFT_LAWS = np.array([[4, 2, 2], [2, 2, 4]]) / 8

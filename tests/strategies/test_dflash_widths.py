@@ -39,6 +39,8 @@ from tests.strategies.test_dflash import (
     with_stops,
 )
 
+pytestmark = pytest.mark.long
+
 WIDTHS = (1, 2, 4, 5)
 WANDERED = (1, 3, 5)
 ORDER = (0, 2, 1, 0, 0, 2, 2, 1, 1, 2)  # of the widths of `wandering`
@@ -87,10 +89,12 @@ def check_wandering(first: int, count: int, kind: Any = DFlash) -> set[int]:
     return sizes
 
 
+@pytest.mark.slow
 def test_widths_that_change_from_step_to_step_change_no_token() -> None:
     assert check_wandering(0, 3) >= {1, 3, 5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [

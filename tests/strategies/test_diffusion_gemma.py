@@ -82,6 +82,7 @@ def test_the_last_canvas_is_not_stored() -> None:
     assert [step.start for step in trace.steps] == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_text_does_not_depend_on_when_the_canvas_before_it_is_stored() -> None:
     """Trap T28; a canvas begun early saves its store."""
     early, alone = once("diffusion_gemma").rows, once("diffusion_gemma_alone").rows

@@ -25,6 +25,8 @@ from dllm_jax.strategies.core.state import FINISH_REASONS
 from tests.oracles import canvas_cases
 from tests.oracles.canvas_cases import cases
 
+pytestmark = pytest.mark.long
+
 NAMES = tuple(cases())
 RAGGED = [name for name in NAMES if len(cases()[name]["rows"]) > 1]
 
@@ -118,6 +120,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("canvases")
 
 
+@pytest.mark.slow("^(?!ragged-1)")
 @pytest.mark.parametrize(
     ("name", "blocks"),
     [(name, 2) for name in NAMES] + [(name, 1) for name in (*RAGGED, "pattern fixed", "k=2")],
@@ -190,6 +193,7 @@ def numbers_of(name: str) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 def test_an_engine_answers_as_transformers_alone_together_and_preempted(
     group: str, folder: Path

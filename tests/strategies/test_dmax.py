@@ -95,6 +95,7 @@ TRACE_A = [
 ]
 
 
+@pytest.mark.long("run_script-diffulex")
 @pytest.mark.parametrize("mode", MODES)
 def test_two_blocks_follow_the_trace(decode: Callable[..., Any], mode: str) -> None:
     """The buffers of the two modes are the same; the mixtures are not (below)."""
@@ -109,6 +110,7 @@ def test_two_blocks_follow_the_trace(decode: Callable[..., Any], mode: str) -> N
     assert column(trace, "start")[:4] == [4, 4, 4, 8]
 
 
+@pytest.mark.long("run_script-diffulex")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_block_that_changed_last_leaves_only_in_the_reference(
     decode: Callable[..., Any], mode: str
@@ -142,6 +144,7 @@ def test_a_sure_block_leaves_with_its_last_fill(
     assert windows(trace)[1] == f"{kept}[10 10 10 13]"
 
 
+@pytest.mark.long("run_script-diffulex")
 @pytest.mark.parametrize("mode", MODES)
 def test_the_run_ends_below_the_threshold_and_not_at_it(
     decode: Callable[..., Any], mode: str
@@ -168,6 +171,7 @@ def test_a_block_that_never_rests_leaves_after_as_many_steps_as_cells(
     assert windows(trace)[:3] == ["A[10 10 10 10]", "T[11 11 11 11]", "D"]
 
 
+@pytest.mark.long("run_script-diffulex")
 @pytest.mark.parametrize("mode", MODES)
 def test_cells_of_the_prompt_are_not_judged_and_not_written(
     decode: Callable[..., Any], mode: str
@@ -179,6 +183,7 @@ def test_cells_of_the_prompt_are_not_judged_and_not_written(
     assert column(trace, "new_tokens")[:2] == [2, 0]
 
 
+@pytest.mark.long("run_script-diffulex")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_stop_that_is_edited_away_is_none(decode: Callable[..., Any], mode: str) -> None:
     """Trap 8: nothing opens beside the stop; once it is gone the request goes on."""
@@ -197,6 +202,7 @@ def test_a_stop_that_is_edited_away_is_none(decode: Callable[..., Any], mode: st
     assert list(trace.output)[:4] == [10, 11, 12, 13]
 
 
+@pytest.mark.long("run_script-diffulex")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_stop_ends_a_request_when_its_block_may_leave(
     decode: Callable[..., Any], mode: str
@@ -208,6 +214,7 @@ def test_a_stop_ends_a_request_when_its_block_may_leave(
     assert (list(trace.output), trace.finish_reason, trace.nfe) == ([10], "stop", 2)
 
 
+@pytest.mark.long("run_script-diffulex")
 @pytest.mark.parametrize("mode", MODES)
 def test_cells_past_the_limit_hold_no_block_back(decode: Callable[..., Any], mode: str) -> None:
     """Trap 20: five tokens; the last three cells of block 2 are written, not waited for."""
@@ -218,6 +225,7 @@ def test_cells_past_the_limit_hold_no_block_back(decode: Callable[..., Any], mod
     assert list(trace.output) == [10] * 4 + [1]
 
 
+@pytest.mark.long("run_script-diffulex")
 @pytest.mark.parametrize("mode", MODES)
 def test_stability_keeps_the_next_block_closed(decode: Callable[..., Any], mode: str) -> None:
     """Two cells, of which one changed: .5 is enough at .5 (>=), and is not at .6."""
@@ -233,6 +241,7 @@ def test_stability_keeps_the_next_block_closed(decode: Callable[..., Any], mode:
         assert windows(trace)[2] == f"A[10 12 13 1] {opened}"
 
 
+@pytest.mark.long("run_script-diffulex")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_threshold_of_one_and_of_zero(decode: Callable[..., Any], mode: str) -> None:
     """Trap 23 for a rule that is not strict: certainty passes at 1, and all does at 0."""
@@ -286,6 +295,8 @@ def compare(block_size: int, buffer_size: int, mode: str, first: int, count: int
 
 
 # One size each for most runs: `run_script` compiles for each.
+@pytest.mark.long
+@pytest.mark.slow("3")
 @pytest.mark.parametrize(
     ("block_size", "buffer_size", "mode"), [(4, 3, "paper"), (2, 2, "diffulex")]
 )
@@ -309,6 +320,8 @@ def test_random_scripts_agree_over_a_long_sweep(
     compare(block_size, buffer_size, mode, first=1000, count=1000)
 
 
+@pytest.mark.long
+@pytest.mark.slow("diffulex")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_buffer_that_never_adds_is_a_buffer_of_one(mode: str) -> None:
     """Trap 21: the same tokens with the same bubbles."""
@@ -386,6 +399,7 @@ def expected(result: SoftResult) -> list[dict[int, tuple[int, float, float]]]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_each_slot_shows_the_mixtures_of_its_own_request(mode: str) -> None:
     """Trap 25, over a batch of unlike requests with thresholds of their own."""
@@ -637,6 +651,7 @@ def eager_requests() -> list[Any]:
     return [dataclasses.replace(one, knobs=knobs) for one in gate_case("dmax").requests]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fields", "rule"),
     [

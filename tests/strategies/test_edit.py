@@ -135,6 +135,7 @@ def test_thresholds_are_strict() -> None:
     assert windows(follow(other, [1] * 4, edit=0.25, buffer_size=1))[1] == "A[11 11 11 11]"
 
 
+@pytest.mark.long
 def test_edits_end_with_their_budget() -> None:
     """A model that changes its mind for ever: the budget's edits, then nothing is written."""
     flips = [everywhere((10 + i, 0.9)) for i in range(9)]
@@ -172,6 +173,7 @@ def test_the_first_forward_of_a_block_counts_as_0_also_where_the_prompt_opened_i
     ]
 
 
+@pytest.mark.long
 def test_a_timed_out_block_waits_for_the_one_before_it() -> None:
     """Block 1 is settled late; block 2, timed out by then, is edited on until it may leave."""
     slow = [{4: (20 + i, 0.9), 5: (10, 0.3), 6: (10, 0.3), 7: (10, 0.3)} for i in range(6)]
@@ -333,6 +335,7 @@ def check_edit_invariants(
 SHAPES = [(2, 1, 1), (4, 2, 3), (4, 3, 0)]
 
 
+@pytest.mark.slow("3")
 @pytest.mark.parametrize(("block_size", "buffer_size", "budget"), SHAPES)
 def test_edit_agrees_with_the_list_decoder(block_size: int, buffer_size: int, budget: int) -> None:
     traces, truths = compare(block_size, buffer_size, budget, first=0, count=70)
@@ -352,6 +355,7 @@ def test_edit_agrees_over_a_long_sweep(block_size: int, buffer_size: int, budget
     assert max(len(t.steps) for t in truths) < FUZZ_POSITIONS
 
 
+@pytest.mark.long
 def test_a_window_that_never_adds_is_a_window_of_one() -> None:
     """Trap 21: with add_block_threshold > 1 four blocks give the tokens and bubbles of one."""
     for seed in range(40):
@@ -382,6 +386,7 @@ def edits_on_pages(model: Any, requests: list[Request], **fields: Any) -> list[A
     return [(row.tokens, row.reason, row.nfe) for row in rows]
 
 
+@pytest.mark.long
 def test_the_penalty_is_on_the_left_neighbour_and_keeps_the_noise() -> None:
     """Against the dense run, greedy and sampled; the reference forgets its noise here."""
     model = models.plain()
@@ -405,6 +410,7 @@ def test_the_penalty_is_on_the_left_neighbour_and_keeps_the_noise() -> None:
     assert edits_on_pages(model, greedy, penalty_lambda=2.0)[0] != got[0]
 
 
+@pytest.mark.long
 def test_ids_that_are_no_tokens_are_never_drawn() -> None:
     """Trap 10 and 11, and LLaDA2.2's edit ids, with the bars low and the draw wild."""
     model = models.plain()

@@ -124,6 +124,7 @@ def test_holes_may_be_deleted_and_split() -> None:
     assert windows(follow(forwards))[:2] == ["A[_ _ _ _]", "A[10 11 12 _]"]
 
 
+@pytest.mark.long
 def test_the_schedule_wants_its_share_and_every_new_hole() -> None:
     unsure = says((10, 0.4), (11, 0.3), (12, 0.2), (13, 0.1), sure=0)
     assert windows(follow([unsure]))[0] == "A[10 _ _ _]"
@@ -167,12 +168,14 @@ def test_the_last_forward_of_the_budget_fills_all_and_edits_by_text_alone() -> N
     ]
 
 
+@pytest.mark.long
 def test_without_a_budget_the_forward_that_fills_the_first_holes_is_the_last() -> None:
     forwards = [says(10, SPLIT, (12, 0.4), (13, 0.4)), says(10, DELETE, 12, SPLIT)]
     trace = follow(forwards, max_post_edit_steps=0)
     assert windows(trace)[:2] == ["A[10 _ _ _]", "T[10 0 12 0]"]
 
 
+@pytest.mark.long
 def test_a_block_has_so_many_forwards_and_no_more() -> None:
     unsure = says((10, 0.4), (11, 0.3), (12, 0.2), (13, 0.1))
     trace = follow([unsure] * 3, max_block_steps=3)
@@ -251,6 +254,7 @@ def compare(shape: tuple[int, ...], first: int, count: int) -> Counter[str]:
     return seen
 
 
+@pytest.mark.long
 def test_it_agrees_with_the_list_decoder() -> None:
     seen = compare(SHAPES[0], first=0, count=60)
     # The draw is worth something: each step of the rule was met.

@@ -106,6 +106,8 @@ def check_commits(trace: Trace, truth: Decoded, seed: Any) -> None:
         assert (step.new_tokens == 0) == (one.mode == "COMMIT"), f"{seed=}"
 
 
+@pytest.mark.long
+@pytest.mark.slow("2|8")
 @pytest.mark.parametrize(("block", "sub"), SIZES[:3])
 def test_agrees_with_the_list_decoder(block: int, sub: int) -> None:
     runs = compare(block, sub, first=0, count=70)
@@ -182,6 +184,8 @@ def compare_passes(package: ModuleType, cached: bool, numbers: range) -> set[tup
     return met
 
 
+@pytest.mark.long
+@pytest.mark.slow("whole blocks")
 @pytest.mark.parametrize("cached", [True, False], ids=["block cache", "whole blocks"])
 def test_each_forward_runs_sees_and_stores_what_the_lists_say(cached: bool) -> None:
     """Mode by mode, the limit's cut included (trap 26; the reference crashes there, B6)."""
@@ -224,6 +228,7 @@ TRACED = [
 ]
 
 
+@pytest.mark.long("run_script-whole blocks")
 @pytest.mark.parametrize("cached", [True, False], ids=["block cache", "whole blocks"])
 def test_the_traced_example(decode: Any, cached: bool) -> None:
     trace = decode(TRACED, list(range(1, 11)), **SMALL, use_block_cache=cached, max_tokens=32)

@@ -120,6 +120,7 @@ def compare(
     return traces
 
 
+@pytest.mark.long("margin")
 @pytest.mark.parametrize("name", QUICK)
 def test_agrees_with_the_authors_loops(name: str) -> None:
     traces = compare(HOWS[name], first=0, count=70)
@@ -487,6 +488,7 @@ VARIANTS: dict[str, tuple[Any, float, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [n if n == "appended" else pytest.param(n, marks=pytest.mark.slow) for n in VARIANTS],

@@ -247,6 +247,7 @@ WRONG = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", WRONG)
 def test_a_broken_rule_is_named(which: str) -> None:
     strategy = Wrong(which=jnp.int32(list(WRONG).index(which)))

@@ -28,6 +28,8 @@ from tests.contract import harness
 from tests.contract.cases import NAMES, PAGE_SIZE, case, once
 from tests.project import test_layering
 
+pytestmark = pytest.mark.long
+
 PROMPT = list(range(40, 61))
 STRATEGY = MultiBD(block_size=8, buffer_size=2, accept_threshold=0.02)
 HOW = {"max_tokens": 40, "temperature": 0.9, "key": jax.random.key(7)}
@@ -168,6 +170,7 @@ def test_answers_inside_of_other_traces_are_not_kept():
 # --- one text ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_trajectory_has_the_tokens_of_generate(model, trajectory):
     out = dj.generate(model, [PROMPT], STRATEGY, **HOW)
     assert trajectory.tokens == out.tokens[0, : out.length[0]].tolist()
@@ -267,6 +270,7 @@ def test_program_that_is_not_recorded_is_the_same(model):
     assert text() == before
 
 
+@pytest.mark.slow
 def test_engine_does_not_know_the_recorder():
     knows = {
         module

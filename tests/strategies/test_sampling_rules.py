@@ -56,6 +56,7 @@ SCORES = {
 OPTIMISED = {"xla_backend_optimization_level": 3}
 
 
+@pytest.mark.slow("shape0|shape1|shape3")
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1, 7), (1, 1, 16), (2, 3, 16), (3, 1, 21), (1, 1, 128)])
 @pytest.mark.parametrize("score", SCORES)

@@ -15,6 +15,8 @@ from jax.sharding import Mesh, PartitionSpec
 from dllm_jax.strategies.core.sampling import Shard, token_stats
 from dllm_jax.strategies.core.state import NO_TOKEN
 
+pytestmark = pytest.mark.long
+
 ROWS = 12
 TOP = 3
 
@@ -66,6 +68,8 @@ def hostile(V):
     return jnp.asarray(logits)
 
 
+@pytest.mark.slow("17-8-greedy|2-greedy|773-8-mixed")
+@pytest.mark.versions
 @pytest.mark.parametrize("kind", ["greedy", "mixed"])
 @pytest.mark.parametrize(("V", "num_parts"), [(17, 8), (773, 8), (1000, 2)])
 def test_parts_say_what_the_whole_says(V, num_parts, kind):
@@ -85,6 +89,7 @@ def test_parts_say_what_the_whole_says(V, num_parts, kind):
     np.testing.assert_array_equal(np.where(sure, top[0], 0), np.where(sure, top[1], 0))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_values_that_are_no_numbers_are_seen_from_every_device(bad):
     logits = np.array(hostile(773))

@@ -25,6 +25,8 @@ from tests.contract import models
 from tests.contract.cases import case
 from tests.contract.engine import ends, run, wanted, wish
 
+pytestmark = pytest.mark.long
+
 COUNT = 3
 AT_ONCE = Placement(
     tail=(),
@@ -144,6 +146,7 @@ def test_who_waits_does_not_wait_for_more():
     assert ran.new() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -27,6 +27,8 @@ from dllm_jax.strategies.core.state import (
 from tests.oracles.list_decoder import Result, list_decode, multi_bd_rule
 from tests.strategies.test_strategy_fuzz import FORWARDS, POSITIONS, VOCAB, Case, draw_case
 
+pytestmark = pytest.mark.long
+
 BLOCK_SIZE, BUFFER_SIZE, SLOTS = 4, 3, 12
 MASK = 0
 

@@ -173,6 +173,7 @@ def compare_multi_bd(block_size: int, buffer_size: int, first: int, count: int) 
     return traces
 
 
+@pytest.mark.slow("1|2-2|4$|4-3")
 @pytest.mark.parametrize("buffer_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("block_size", [2, 4])
 def test_multi_bd_agrees_with_the_list_decoder(block_size: int, buffer_size: int) -> None:
@@ -260,6 +261,8 @@ def compare_block_diffusion(
     assert undecided <= count // 20
 
 
+@pytest.mark.long("None")
+@pytest.mark.slow("^(?!.*(3|entropy))")
 @pytest.mark.parametrize(("remasking", "block_size", "denoising_steps"), BLOCK_DIFFUSION)
 def test_block_diffusion_agrees_with_the_list_decoder(
     remasking: str, block_size: int, denoising_steps: int | None
@@ -297,6 +300,7 @@ def decode(case: Case, **fields: Any) -> Trace:
     return run_script(strategy, case.prompt, case.token, case.prob, **case.limits)
 
 
+@pytest.mark.slow("4")
 @pytest.mark.parametrize("block_size", [2, 4])
 def test_a_buffer_that_never_adds_is_a_buffer_of_one(block_size: int) -> None:
     """Trap 21: add_block_threshold > 1, K = 4 gives K = 1's tokens with K = 1's bubbles."""

@@ -66,6 +66,7 @@ def test_a_step_that_accepts_nothing_ends_with_its_reason():
     assert len(trace.error) < 300
 
 
+@pytest.mark.long
 def test_the_count_begins_anew_with_each_change():
     trace = run(small(fills_two))
     assert (trace.finish_reason, trace.nfe) == ("error", PATIENCE + 1)
@@ -80,11 +81,13 @@ def test_a_limit_of_forwards_comes_first():
     assert run(small(accepts_nothing), max_nfe=PATIENCE).finish_reason == "nfe"
 
 
+@pytest.mark.long
 def test_a_wide_window_waits_longer():
     trace = run(as_strategy(accepts_nothing, block_size=16, buffer_size=4))
     assert (trace.finish_reason, trace.nfe) == ("error", 2 * 64)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", ["maskgit_plus", "entropy", "margin", "low_confidence"])
 def test_a_schedule_of_many_forwards_is_waited_for(rule):
     strategy = strategies.FullSequence(remasking=rule, steps=300, block_size=4, buffer_size=4)
@@ -107,6 +110,7 @@ def test_a_canvas_may_take_all_of_its_schedule():
 # ---- the engine, `generate` and `record` ----
 
 
+@pytest.mark.slow
 def test_every_loop_reports_a_stuck_strategy():
     strategy = small(accepts_nothing)
     model = dj.load("builtin:tiny-sdar")

@@ -456,6 +456,7 @@ RULES: list[tuple[str, dict[str, Any], list[str]]] = [
 ]
 
 
+@pytest.mark.long("^(?!.*(entropy|knobs0|knobs1|knobs4|list_decoder))")
 @pytest.mark.parametrize("engine", ["list_decoder", "run_script"])
 @pytest.mark.parametrize(("remasking", "knobs", "expected"), RULES)
 def test_remasking_rule_on_one_block(

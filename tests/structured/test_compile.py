@@ -364,6 +364,7 @@ def _timed(make):
         assert time.thread_time() - began < 1.5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(len(HOSTILE)))
 def test_what_explodes_is_refused_in_one_line(number, monkeypatch):
     monkeypatch.setattr(limits, "MOST_S", 0.2)

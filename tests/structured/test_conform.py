@@ -157,6 +157,8 @@ def check_texts(name, seed):
         assert toy.may_end(toy.after(toy.start, output[:length]))
 
 
+@pytest.mark.long
+@pytest.mark.slow("^(?!.*vandal)")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_text_is_one_of_its_automaton_and_whole(name):
     check_texts(name, 3)

@@ -78,6 +78,7 @@ def _assert_whole(outputs):
         assert toy.may_end(toy.after(toy.start, text.token_ids))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sweep(("multi_bd",), CASES))
 def test_texts_are_whole_and_the_same_alone_and_after_preemption(name):
     together = run(make_engine(name), _mixed(name))
@@ -92,6 +93,7 @@ def test_texts_are_whole_and_the_same_alone_and_after_preemption(name):
         assert ends(run(make_engine(name), _mixed(name)[::-1]))[::-1] == ends(together)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sweep(("multi_bd",), ONE_PASS))
 def test_kernels_and_one_pass_over_the_head_write_the_same(name, monkeypatch):
     wanted = run(make_engine(name), _mixed(name))
@@ -110,6 +112,7 @@ def test_kernels_and_one_pass_over_the_head_write_the_same(name, monkeypatch):
     assert passes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sweep(("multi_bd",), CASES))
 def test_neighbours_without_an_automaton_end_as_the_truth(name):
     free = case(name).requests
@@ -148,6 +151,7 @@ def test_b11_a_grammar_that_forbids_nothing_changes_nothing(name):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parts", "wide"), [(2, 3), (8, grammars.WIDE)])
 def test_devices_that_share_a_model_keep_to_the_same_automata(parts, wide, monkeypatch):
     """Of 40 ids a device has 5 or 20: classes of few ids and of many lie across devices."""
@@ -160,6 +164,7 @@ def test_devices_that_share_a_model_keep_to_the_same_automata(parts, wide, monke
     assert ends(outputs) == ends(together)
 
 
+@pytest.mark.long
 def test_fifty_automata_at_once_compile_nothing():
     engine = make_engine("multi_bd")
     run(engine, [_bound("multi_bd", TOYS[0], 1, i) for i in range(3)])
@@ -203,6 +208,7 @@ def test_a_mixed_load_with_aborts_is_whole():
     assert num_aborted > 10
 
 
+@pytest.mark.slow
 def test_a_program_without_an_automaton_keeps_its_text(monkeypatch):
     """Byte for byte: behind requests that had one, and where nothing of automata can be traced."""
 

@@ -14,6 +14,8 @@ from dllm_jax import strategies
 from dllm_jax.structured import After, Choice, JsonSchema, Regex
 from dllm_jax.tasks.problems import problem
 
+pytestmark = pytest.mark.long
+
 PHONE = Regex(r"\d{3}-\d{4}")
 SENTENCE = Regex(r"(Ann|Tom) has \d{1,3} (pens|books)\.")
 ANSWER = Regex(r'\{"answer": [1-9]\d{0,3}, "unit": "[a-z]{3,8}"\}')
@@ -71,6 +73,7 @@ def _params(llm, constraint, spare, **more):
     return dj.SamplingParams(max_tokens=fewest + spare, constraint=constraint, **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "spare"), [(0.0, 0), (1.0, 3), (0.0, 40)])
 def test_texts_match_and_are_whole_in_one_batch(llm, temperature, spare):
     how = {"temperature": temperature, "seed": 2}
@@ -83,6 +86,7 @@ def test_texts_match_and_are_whole_in_one_batch(llm, temperature, spare):
     assert alone.outputs[0].token_ids == outputs[2].outputs[0].token_ids
 
 
+@pytest.mark.slow
 def test_b11_a_constraint_that_allows_everything_changes_nothing(trained):
     """Also where the model is unsure, so that an early end costs it little."""
     said = ("Tell me a story about a fox.", "What is the capital of France?", "def f(x):")
@@ -94,6 +98,7 @@ def test_b11_a_constraint_that_allows_everything_changes_nothing(trained):
         assert b.outputs[0].constraint_met
 
 
+@pytest.mark.slow
 def test_texts_of_one_prompt_are_each_held(llm):
     params = _params(llm, SENTENCE, 20, n=3, temperature=1.0, seed=5)
     (output,) = llm.chat(_chats(1), params)
@@ -103,6 +108,7 @@ def test_texts_of_one_prompt_are_each_held(llm):
         assert one.constraint_met
 
 
+@pytest.mark.slow
 def test_a_seed_says_which_text(trained):
     """Alone and in a batch, again and again; another seed, another text."""
 
@@ -131,6 +137,7 @@ def test_a_text_that_is_cut_says_so(llm, cut):
     assert output.outputs[0].constraint_met is False
 
 
+@pytest.mark.slow
 def test_the_confidence_of_a_plan_takes_fewer_forwards(trained):
     """The model would not write this by itself, so few of its tokens are sure."""
     chats = _chats(3)
@@ -141,6 +148,7 @@ def test_the_confidence_of_a_plan_takes_fewer_forwards(trained):
     assert sum(one.metrics.nfe for one in plan) < sum(one.metrics.nfe for one in raw)
 
 
+@pytest.mark.slow
 def test_a_constraint_behind_a_marker_leaves_what_is_before_it_free(trained):
     free = trained.chat(_chats(1), dj.SamplingParams(max_tokens=60))[0].outputs[0]
     (marker,) = trained.tokenizer(".")["input_ids"]
@@ -152,6 +160,7 @@ def test_a_constraint_behind_a_marker_leaves_what_is_before_it_free(trained):
     assert (held.finish_reason, held.constraint_met) == ("stop", True)
 
 
+@pytest.mark.slow
 def test_a_text_without_a_constraint_says_nothing(llm):
     (output,) = llm.chat(_chats(1), dj.SamplingParams(max_tokens=8))
     assert output.outputs[0].constraint_met is None
@@ -179,6 +188,7 @@ def test_what_cannot_be_held_is_refused_in_one_line(llm, params, said):
     assert len(str(raised.value)) < 1000
 
 
+@pytest.mark.slow
 def test_another_constraint_compiles_nothing(llm):
     texts = llm.chat(_chats(1), _params(llm, PHONE, 3))
     _assert_held(texts[0], PHONE)
@@ -211,6 +221,7 @@ def _assert_all_held(llm, temperature, spare):
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_strategy_holds_to_constraints(name):
     with dj.LLM("builtin:tiny-sdar", OTHERS[name], warm_up=False, max_num_seqs=1) as llm:
@@ -229,6 +240,7 @@ def test_every_strategy_writes_what_is_allowed_anyway(name):
         assert (a.outputs[0].token_ids, a.metrics.nfe) == (b.outputs[0].token_ids, b.metrics.nfe)
 
 
+@pytest.mark.slow
 def test_drafts_change_no_constrained_text():
     """The texts are those of `ar`, greedy and drawn, with room to spare and without."""
     model, drafter = "builtin:tiny-qwen3", "builtin:tiny-qwen3-dflash"
@@ -240,6 +252,7 @@ def test_drafts_change_no_constrained_text():
             assert _assert_all_held(drafting, *how) == _assert_all_held(plain, *how)
 
 
+@pytest.mark.slow
 def test_drafts_that_stay_by_chance_are_refused_by_name():
     strategy = strategies.DFlash(acceptance="rejection")
     with (

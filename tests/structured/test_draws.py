@@ -14,6 +14,8 @@ from dllm_jax.strategies.core.constraint import HOLE, Draw, View
 from dllm_jax.strategies.core.state import Sampling
 from tests.structured.toys import random_toy
 
+pytestmark = pytest.mark.long
+
 SIZES = grammars.Sizes(8, 6, 40, 8, 60, 4, 16)
 IDS, W, DRAWS, TEMPERATURE = 7, 3, 4000, 1.3
 TOYS = 6
@@ -91,6 +93,7 @@ def check_shares(module, seed):
     assert p > 0.01 / TOYS
 
 
+@pytest.mark.slow("3|4|5")
 @pytest.mark.parametrize("seed", range(TOYS))
 def test_texts_are_drawn_by_their_shares(seed):
     check_shares(constraint, seed)

@@ -29,6 +29,7 @@ def _split(llm, text, holes):
     return [*parts, llm.tokenizer.decode(ids[end:])], ids, gone
 
 
+@pytest.mark.slow
 def test_blocks_fill_holes_between_given_tokens(llm):
     """The built-in model's own text, with three holes, comes back as it was."""
     (whole,) = llm.chat([MESSAGES], dj.SamplingParams(max_tokens=96))
@@ -42,6 +43,7 @@ def test_blocks_fill_holes_between_given_tokens(llm):
     assert gone[1] == found[8:12]
 
 
+@pytest.mark.long
 def test_given_tokens_never_change(llm):
     given = ["Ann", Hole(3), " pens 7 and", Hole(2), " = ", Hole(1), " days."]
     (output,) = llm.infill(given, params=dj.SamplingParams(ignore_eos=True))
@@ -55,6 +57,7 @@ def test_given_tokens_never_change(llm):
     assert len(found) == second + len(inner[1]) + 1
 
 
+@pytest.mark.slow
 def test_a_constraint_holds_across_given_tokens(llm):
     digits = Regex(r"\d{2}7\d")
     seven = llm.tokenizer("7")["input_ids"]
@@ -76,6 +79,7 @@ HELD = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["multi_bd", "full_sequence", "ar"])
 def test_holes_of_constraints_take_as_long_as_they_need(name, llm):
     model = "builtin:tiny-qwen3" if name == "ar" else "builtin:tiny-sdar"
@@ -89,6 +93,7 @@ def test_holes_of_constraints_take_as_long_as_they_need(name, llm):
     assert (text.finish_reason, text.constraint_met) == ("stop", True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("parts", "params", "said"),
     [

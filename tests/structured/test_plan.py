@@ -10,6 +10,8 @@ from dllm_jax.strategies.core import constraint
 from dllm_jax.strategies.core.constraint import FLOOR, HOLE, KNOWN, NEVER, SKIP, View
 from tests.structured.toys import best_text, random_toy, relative
 
+pytestmark = pytest.mark.long
+
 SIZES = grammars.Sizes(8, 6, 40, 8, 60, 4, 16)
 IDS, CASES = 7, 64
 

@@ -13,6 +13,8 @@ import dllm_jax as dj
 from dllm_jax.cli import main
 from dllm_jax.tasks import evaluate
 
+pytestmark = pytest.mark.long
+
 COUNT = 5
 
 
@@ -25,6 +27,7 @@ def solved(random_folder):
     return model, problems, strategy, outcome
 
 
+@pytest.mark.slow
 def test_counts_are_those_of_the_library(solved):
     model, problems, strategy, outcome = solved
     prompts = [model.tokenizer(f"<|user|>{p.question}<|assistant|>")["input_ids"] for p in problems]
@@ -44,6 +47,7 @@ def test_counts_are_those_of_the_library(solved):
         assert outcome.forwards[i] - outcome.denoise[i] == len(touched) - 1
 
 
+@pytest.mark.slow
 def test_a_sweep_is_the_solves_of_its_settings(solved):
     """Batches hold rows of both settings; forwards that look at a full block are no commits."""
     model, problems, _, _ = solved
@@ -69,6 +73,7 @@ def test_a_sweep_is_the_solves_of_its_settings(solved):
     assert (slow.denoise > fast.denoise).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "rows"), [(32, [COUNT, COUNT]), (4, [4, 4, 4])])
 def test_a_batch_has_no_more_rows_than_problems(solved, monkeypatch, size, rows):
     """And what compiles the program before the clock starts takes one step."""
@@ -88,6 +93,7 @@ def test_a_batch_has_no_more_rows_than_problems(solved, monkeypatch, size, rows)
     assert all(nfe > 1 for _, nfe in seen[1:])
 
 
+@pytest.mark.slow
 def test_problems_are_held_out_and_repeatable(solved):
     from dllm_jax.tasks.problems import problem
 
@@ -229,6 +235,7 @@ def test_shared_fields_go_where_they_fit(capsys):
     )
 
 
+@pytest.mark.slow
 def test_table_is_there_even_if_writing_fails(random_folder, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
 
@@ -244,6 +251,7 @@ def test_table_is_there_even_if_writing_fails(random_folder, capsys, monkeypatch
     assert re.fullmatch(r"error: \[Errno 28\] No space left on device( \(.*\))?\n", captured.err)
 
 
+@pytest.mark.slow
 def test_problems_and_a_strategy_of_the_user_are_swept_and_drawn(
     random_folder, capsys, monkeypatch, tmp_path
 ):

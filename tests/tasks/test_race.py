@@ -45,6 +45,7 @@ def run(table, margin, **how):
     return found, seen
 
 
+@pytest.mark.slow
 def test_the_best_setting_wins_in_95_of_100_seeds_at_40_percent():
     """Both in the same race, in 95 of 100."""
     good, shares = 0, []
@@ -83,6 +84,7 @@ def test_the_reference_answers_more_where_the_careful_setting_is_wrong():
     assert asked[wrong].mean() > 2 * asked[~wrong].mean()
 
 
+@pytest.mark.slow
 def test_a_race_is_wrong_no_more_often_than_it_doubts():
     """100 grids whose best setting is 0.3 points from the margin; the table itself is the truth."""
     wrong, doubts = 0, []
@@ -156,6 +158,7 @@ def test_aup_is_d3llms():
     assert (low["value"], low["left_out"]) == (aup(points, 74.1)["value"], 1)
 
 
+@pytest.mark.slow
 def test_command_writes_what_every_verb_reads(random_folder, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
     out, plot, tuned = (tmp_path / name for name in ("r.json", "front.svg", "tuned.json"))
@@ -204,6 +207,7 @@ def test_a_config_that_is_none_is_refused(content, said, capsys, tmp_path):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -199,6 +199,7 @@ def trace(random_folder, capsys, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_command_puts_two_strategies_side_by_side(trace, tmp_path):
     out = tmp_path / "two.html"
     specs = ("multi_bd,accept_threshold=0.02", "block_diffusion,accept_threshold=0.5")
@@ -214,6 +215,7 @@ def test_command_puts_two_strategies_side_by_side(trace, tmp_path):
         assert f" {one['frames'][-1]['nfe']} forwards, " in line
 
 
+@pytest.mark.slow
 def test_command_takes_fields_behind_one_strategy(trace):
     spec = "multi_bd,accept_threshold=0.25"
     status, reported, _ = trace("--strategy", spec, "--max-tokens", "8", "--json")

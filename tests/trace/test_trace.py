@@ -346,6 +346,7 @@ def trace(random_folder, capsys):
     return run
 
 
+@pytest.mark.long
 def test_command_writes_each_form(trace, random_folder, tmp_path, monkeypatch):
     how = ("--max-tokens", "40", "--accept-threshold", "0.02", "--temperature", "0.9")
     status, out, _ = trace(*how, "--seed", "7", "--json")

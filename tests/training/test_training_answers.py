@@ -16,6 +16,8 @@ from dllm_jax.strategies.core.state import LENGTH
 from dllm_jax.training import dflash, loop, responses
 from tests.oracles.checkpoints import write_tiny, write_words
 
+pytestmark = pytest.mark.long
+
 CONFIG = dflash.TrainConfig(
     num_layers=1, block_size=8, num_responses=6, response_batch=2, response_tokens=4, row_tokens=16,
     mask_token_id=47, target_layer_ids=(0,),

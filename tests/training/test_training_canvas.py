@@ -19,6 +19,8 @@ from dllm_jax.strategies import load_strategy
 from dllm_jax.training import diffusion_gemma, export, optimizer, report, stream
 from dllm_jax.training.tokenizer import EOS_ID
 
+pytestmark = pytest.mark.long
+
 CFG = dataclasses.replace(
     diffusion_gemma.TINY_GEMMA,
     hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, ffn_size=48, expert_size=16,
@@ -90,6 +92,7 @@ def whole_logits(params, text, start, shown, expected):
     return gemma.unembed(params, CFG, hidden)[0, start:]
 
 
+@pytest.mark.slow
 def test_a_noised_canvas_reads_as_one_dense_pass_over_what_it_sees(params):
     text, start = tokens(), jnp.array([2, 6, 15])
     shown = tokens(seed=1)[:, : CFG.canvas_length]
@@ -102,6 +105,7 @@ def test_a_noised_canvas_reads_as_one_dense_pass_over_what_it_sees(params):
     assert float(jnp.std(got)) > 0.1
 
 
+@pytest.mark.slow
 def test_the_encoder_is_the_causal_model_of_the_text(params):
     text = tokens()
     got, _ = diffusion_gemma.encode(params, CFG, rows_of(params, text))
@@ -160,6 +164,7 @@ def test_behind_the_end_of_a_row_stands_the_end_of_sequence():
     assert canvas.truth.tolist() == [[7] * 3 + [EOS_ID] * 5]
 
 
+@pytest.mark.slow
 def test_the_gradient_flows_from_the_canvas_into_the_encoder(params):
     text, prompt_len, length = tokens(), jnp.array([4, 6, 9]), jnp.array([20, 22, 24])
     canvas = diffusion_gemma.draw_canvas(
@@ -177,6 +182,7 @@ def test_the_gradient_flows_from_the_canvas_into_the_encoder(params):
     assert float(jnp.abs(gradient["condition_down"]).max()) > 1e-6
 
 
+@pytest.mark.slow
 def test_muon_takes_each_expert_and_each_projection_as_a_matrix_of_its_own(params):
     layer = {name: leaf for name, leaf in params["layers"][2].items() if leaf.ndim > 1}
     done = optimizer.orthogonalize({"layers": [layer]})["layers"][0]
@@ -201,12 +207,14 @@ def trained(tmp_path_factory):
     return out, run
 
 
+@pytest.mark.slow
 def test_a_small_canvas_model_learns(trained):
     steps, _ = report.read_log(trained[0] / "metrics.jsonl")
     assert steps[0]["loss"] > 8  # two of log 768
     assert steps[-1]["loss"] < 0.8 * steps[0]["loss"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_canvas_run_ends_as_the_uninterrupted_one(trained, tmp_path):
     short = dataclasses.replace(RUN, num_steps=RUN.num_steps)
     first = diffusion_gemma.train(short, tmp_path, num_workers=0, say=lambda _: None, max_seconds=0)
@@ -219,6 +227,7 @@ def test_an_interrupted_canvas_run_ends_as_the_uninterrupted_one(trained, tmp_pa
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_is_exported_decodes_with_its_own_numbers(trained):
     model = dj.load(trained[0] / "model")
     assert model.config == CFG

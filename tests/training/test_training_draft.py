@@ -23,6 +23,8 @@ from tests.oracles.checkpoints import write_tiny
 from tests.oracles.draft_files import VARIANTS, write_draft
 from tests.oracles.draft_model import draft_hidden
 
+pytestmark = pytest.mark.long
+
 B, T, N, MASK, GAMMA = 2, 14, 4, 47, 2.0
 
 

@@ -13,6 +13,8 @@ import pytest
 from dllm_jax.models import dense, reference
 from dllm_jax.training import objective
 
+pytestmark = pytest.mark.long
+
 CFG = dense.DenseConfig(
     vocab_size=40, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16,
     ffn_size=48, rope_theta=1e4, mask_token_id=1,

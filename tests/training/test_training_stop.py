@@ -121,6 +121,7 @@ def test_a_full_disk_is_one_line(monkeypatch, capsys) -> None:
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_one_family_is_all_of_a_stream() -> None:
     tokenizer = stream.make_tokenizer(768)
     config = stream.StreamConfig(
@@ -140,6 +141,7 @@ TRAIN = (
 )
 
 
+@pytest.mark.slow
 def test_a_real_process_ends_with_a_checkpoint_and_continues(tmp_path) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("XLA_")}
     env |= {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path / "cache"), "TERM": "dumb"}

@@ -9,6 +9,8 @@ import transformers
 from dllm_jax.tasks import problems
 from dllm_jax.training import stream, tokenizer
 
+pytestmark = pytest.mark.long
+
 FOLDER = pathlib.Path(tokenizer.__file__).parent.parent / "builtin" / "tiny-sdar"
 
 
@@ -50,6 +52,7 @@ def test_the_chat_template_is_the_training_format(shipped) -> None:
     assert shipped.encode(whole)[-1] == shipped.eos_token_id
 
 
+@pytest.mark.slow
 def test_training_it_again_gives_the_shipped_one(shipped) -> None:
     texts = [problems.problem(half, 9, i) for i in range(10_000) for half in problems.HALVES]
     again = tokenizer.train_tokenizer((p.question + p.response for p in texts), 768)
