@@ -106,7 +106,7 @@ def measure(report, model, slots, early_slots, tokens, profiled):
         prefill_buckets=(tokens,),
     )
     began = time.perf_counter()
-    how = {"config": config, "progress": False, "warm_up": "all", "calibrate": False}
+    how = {"config": config, "progress": False, "calibrate": False}
     with dj.LLM(model, strategy, **how) as llm:
         report.add(start_s=time.perf_counter() - began, slots=slots, peak_gb=peak_gb())
         call = Calls(llm, tokens)

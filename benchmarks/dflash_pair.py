@@ -394,7 +394,7 @@ def make_llm(target, setting, work, args):
         page_buckets=(columns,),
         prefill_buckets=(64 * math.ceil(int(work.lengths.max()) / 64),),
     )
-    llm = dj.LLM(target, strategy, draft=draft, config=config, progress=False, warm_up="all")
+    llm = dj.LLM(target, strategy, draft=draft, config=config, progress=False)
     llm.text = args.text
     return llm
 

@@ -53,7 +53,6 @@ def measure(args):
         max_model_len=args.max_model_len,
         memory_utilization=args.memory_utilization,
         num_pages=args.num_pages,
-        warm_up="all",
     )
     ready = time.perf_counter()
     fill(llm)

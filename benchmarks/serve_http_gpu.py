@@ -90,7 +90,6 @@ def make_engine(settings: dict[str, Any], progress: Any) -> Any:
         model,
         FixedWork(tokens_per_step=TOKENS_PER_STEP),
         progress=lambda name, done, total: progress(done, total),
-        warm_up="all",
         config=dj.EngineConfig(
             max_num_seqs=SLOTS,
             max_model_len=max(_lengths(size)),

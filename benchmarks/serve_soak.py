@@ -162,7 +162,7 @@ def offline(count: int) -> float:
     """Tokens a second of `LLM.generate` on such prompts."""
     import dllm_jax as dj
 
-    llm = dj.LLM("builtin:tiny-sdar", max_num_seqs=32, progress=False, warm_up="all")
+    llm = dj.LLM("builtin:tiny-sdar", max_num_seqs=32, progress=False)
     params = dj.SamplingParams(max_tokens=MAX_TOKENS)
     llm.generate(prompts(-1, 32), params, use_tqdm=False)
     started = time.monotonic()

@@ -284,7 +284,7 @@ def soak(model, total, seed=0, say=print, longest_prompt=96, most_tokens=24, **s
     )
     where = environment()  # the code that runs is the code of this moment
     strategy = dj.strategies.MultiBD(accept_threshold=0.5, block_size=8, buffer_size=2)
-    llm = dj.LLM(model, strategy, config=config, progress=False, warm_up="all")
+    llm = dj.LLM(model, strategy, config=config, progress=False)
     running = Soak(llm, Load(llm.model, seed, longest_prompt, most_tokens))
     running.run(2 * LOOKS, lambda _: None)  # what only a first run sets up
     running.clear()

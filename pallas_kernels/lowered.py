@@ -1,9 +1,8 @@
 """Kernels that are lowered once, not once in every program that launches them.
 
-Lowering a Mosaic kernel is Python, takes some tenths of a second and holds the GIL. An engine has
-dozens of programs that launch the same kernels: all but attention and the cache write do not see
-the number of pages. Their text also goes to a folder of JAX's compilation cache, if there is one,
-for the next process.
+Lowering a Mosaic kernel is Python, takes some tenths of a second and holds the GIL. Programs of the
+same number of rows launch the same kernels. Their text also goes to a folder of JAX's compilation
+cache, if there is one, for the next process.
 """
 
 import contextlib
@@ -16,7 +15,6 @@ import pickle
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,17 +78,13 @@ class Text(NamedTuple):
     out: Any
 
 
-# How a thread has kernels lowered that are in no folder; None: by itself.
-elsewhere: ContextVar[Callable[[Bound, Any], Text] | None] = ContextVar("elsewhere", default=None)
-
-
 def _exported(function: Bound, given: Any) -> tuple[Any, Any]:
     """A function of the leaves of its arguments, and the tree of what it returns."""
     given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), given)
     place = _place(function, *jax.tree.flatten(given))
     made = None if place is None else _read(place)
     if made is None:
-        made = (elsewhere.get() or lower)(function, given)
+        made = lower(function, given)
         if place is not None:
             _write(place, made)
     leaves, tree = jax.tree.flatten(made.out)

@@ -41,7 +41,7 @@ from dllm_jax.models.quantization import Quantization
 from dllm_jax.models.sharding import Split, over_devices
 from dllm_jax.runner import buckets
 from dllm_jax.runner.memory import MemoryPlan
-from dllm_jax.runner.start import WarmUp, start
+from dllm_jax.runner.start import start
 from dllm_jax.runner.worker import check_process
 from dllm_jax.structured import Hole, Template
 
@@ -81,13 +81,14 @@ class LLM:
         attention_implementation: Back end of attention, None for the best.
         draft: The model a speculative strategy drafts with.
         seed: The seed of requests that bring none.
-        warm_up: True: compile the programs that serve every request now, and the smaller ones, one
-            by one, behind the first requests. "all": every program now. False: each when it is
-            first needed.
+        warm_up: Compile every program now; False: each when it is first needed.
+        warm_up_constraints: Compile the programs of structured output now as well; None: on an
+            accelerator. Otherwise the first request with a constraint waits while a thread compiles
+            them; no other request does.
         calibrate: Time the programs, to plan rounds by the times; None: on an accelerator only.
         config: All sizes at once, instead of the arguments that are its fields.
         progress: Show a line while compiling (on a terminal), or a function of a program's name,
-            programs compiled and programs in all; threads call it for those behind the requests.
+            programs compiled and programs in all.
         clock: The current time in seconds, for deadlines and metrics.
         gpu_memory_utilization: The same as `memory_utilization`.
 
@@ -120,7 +121,8 @@ class LLM:
         quantize_head: bool = False,
         tokenizer: str | os.PathLike[str] | None = None,
         max_num_batched_tokens: int | None = EngineConfig.max_num_batched_tokens,
-        warm_up: WarmUp = True,
+        warm_up: bool = True,
+        warm_up_constraints: bool | None = False,
         calibrate: bool | None = None,
         config: EngineConfig | None = None,
         progress: bool | Callable[[str, int, int], None] = True,
@@ -134,8 +136,8 @@ class LLM:
         sizes = {name: value for name, value in locals().items() if name in fields}
         split = _split(tensor_parallel_size)
         seed = checks.whole_number("seed", seed, 0, MAX_SEED)
-        if warm_up not in (True, False, "all"):
-            raise ValueError(f'warm_up={checks.short_repr(warm_up)} must be True, False or "all"')
+        if not isinstance(warm_up, bool):
+            raise ValueError(f"warm_up={checks.short_repr(warm_up)} must be True or False")
         self.config = _config(config, sizes)
         self._is_advised = False
         enable_compile_cache()
@@ -155,7 +157,7 @@ class LLM:
             warm_up=warm_up,
             calibrate=calibrate,
             progress=_progress(progress) if warm_up else None,
-            behind_progress=progress if callable(progress) else None,
+            with_constraints=warm_up_constraints,
         )
         self.constraints = Constraints(self.model, self.strategy)
         self.engine = SharedEngine(

@@ -282,7 +282,6 @@ def _engine(args: argparse.Namespace, model: Any, strategy: Any, batches: list[l
         attention_implementation=args.attention_implementation,
         tensor_parallel_size=args.tensor_parallel_size,
         seed=args.seed,
-        warm_up="all",
         config=EngineConfig(
             max_num_seqs=min(len(max(batches, key=len)), args.max_num_seqs or SLOTS),
             max_model_len=args.max_model_len or min(longest, model.config.max_position),

@@ -116,6 +116,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--no-warm-up", action="store_true", help="compile each size when it is first met"
     )
+    engine.add_argument(
+        "--warm-up-constraints",
+        action=argparse.BooleanOptionalAction,
+        help="compile the programs of structured output before the server is ready; else the first "
+        "such request waits while a thread compiles them (default: only on an accelerator)",
+    )
     hosts = parser.add_argument_group("several hosts")
     hosts.add_argument(
         "--nnodes",
@@ -313,7 +319,8 @@ _OF_ENGINE = (
     ),
     *(*flags.THRESHOLDS, "draft", "max_num_seqs", "max_model_len", "max_num_batched_tokens"),
     *("page_size", "memory_utilization", "no_prefix_caching", "attention_implementation"),
-    *("tensor_parallel_size", "seed", "no_warm_up", "nnodes", "node_rank", "coordinator"),
+    *("tensor_parallel_size", "seed", "no_warm_up", "warm_up_constraints"),
+    *("nnodes", "node_rank", "coordinator"),
 )
 
 
@@ -418,6 +425,7 @@ def _make_llm(args: argparse.Namespace, progress: Callable[[int, int], None]) ->
         tensor_parallel_size=args.tensor_parallel_size,
         seed=args.seed,
         warm_up=not args.no_warm_up,
+        warm_up_constraints=args.warm_up_constraints,
         progress=lambda name, done, total: progress(done, total),
         config=EngineConfig(
             max_num_seqs=args.max_num_seqs or SLOTS,

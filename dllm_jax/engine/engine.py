@@ -32,6 +32,7 @@ ERROR_CODE, STUCK_CODE = 7, 8
 REASONS = {2: "stop", 3: "length", 4: "nfe", 5: "repetition", 6: "abort"} | dict.fromkeys(
     (ERROR_CODE, STUCK_CODE), "error"
 )
+PROGRAMS_WAIT_S = 0.02  # of a step whose requests all wait for programs that a thread compiles
 NEWEST_SHARE = 0.2  # of the last chunk in the running mean of a step's seconds
 
 
@@ -254,9 +255,11 @@ class Engine:
     def _dispatch(self) -> bool:
         scheduler, cost = self.scheduler, self.runner.cost
         if scheduler.has_waiting:
-            for sequence in scheduler.admit():
+            for sequence in scheduler.admit(self._has_programs):
                 with self._alone(sequence):
                     self._place(sequence)
+            if not scheduler.live and not self._rounds:
+                self.runner.await_programs(PROGRAMS_WAIT_S)
         decoding = scheduler.decoding()
         steps = num_steps(self._step_s, scheduler, decoding, cost, self.is_open)
         last_pass = None
@@ -286,6 +289,16 @@ class Engine:
             raise
         except Exception as error:
             self._end(sequence, "error", f"the request failed: {self.faults.note(error)}")
+
+    def _has_programs(self, sequence: Sequence) -> bool:
+        """Whether the programs that a sequence needs are compiled; it ends if they cannot be."""
+        if sequence.placement.grammar is None:
+            return True
+        try:
+            return self.runner.has_programs(sequence.placement.grammar)
+        except CompileFailure as failure:
+            self._end(sequence, "error", str(failure))
+            return False
 
     def _place(self, sequence: Sequence) -> None:
         if sequence.admitted_s is None:

@@ -9,7 +9,7 @@ import bisect
 import dataclasses
 import heapq
 from collections import abc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import numpy as np
@@ -234,17 +234,17 @@ class Scheduler:
         """Sequences in decode, best rank first."""
         return [sequence for sequence in self.live if sequence.stage == DECODE]
 
-    def admit(self) -> list[Sequence]:
+    def admit(self, is_ready: Callable[[Sequence], bool] = lambda _: True) -> list[Sequence]:
         """Give waiting sequences slots and the pages of their prefixes, in order of rank.
 
-        Later sequences may pass one that waits for its leader's prompt pages, but not one that
-        does not fit.
+        Later sequences may pass one that waits for its leader's prompt pages or is not ready, but
+        not one that does not fit.
         """
         placed, passed = [], []
         while self._free_slots and self.has_waiting:
             entry = heapq.heappop(self._waiting)
             sequence = entry[1]
-            if self._waits_for_leader(sequence):
+            if self._waits_for_leader(sequence) or not is_ready(sequence):
                 passed.append(entry)
             elif self._place(sequence):
                 placed.append(sequence)

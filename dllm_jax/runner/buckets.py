@@ -22,14 +22,18 @@ from dllm_jax.strategies.core.protocol import (
     whole_knobs,
 )
 
-SLOT_BUCKETS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 192, 256, 512)
+# Each size is a program to compile. Measured on a ragged load (docs/adr/0034): six sizes
+# of 32 slots take less time than ten did.
+SLOT_BUCKETS = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 CPU_SLOT_BUCKETS = (1, 4, 16, 64, 256)
-PAGE_BUCKET_STEP = 4  # each page bucket is so many times the one before
-FIRST_PAGE_BUCKET = 16
-MANY_ROWS = 8  # `programs.decode_many`: a step takes longer than launching it
+# Attention divides one slot's context by the width of its page table, so short texts of a model of
+# long ones keep a table of their own. XLA's attention, on a CPU, gathers the whole table.
+SHORT_TABLE = 2048  # tokens
+CPU_PAGE_BUCKETS = (16, 64, 256, 1024)
+MANY_ROWS = 8  # slots from which on a step takes longer than launching it
 PROMPTS_A_PASS, TOKENS_A_PASS = 8, 512  # of passes that take several short prompts in
 # Fewer than 128 tokens cost an accelerator what 128 do: reading the weights.
-PREFILL_BUCKETS = (128, 256, 512, 1024)
+PREFILL_BUCKETS = (128, 512)
 CPU_PREFILL_BUCKETS = (64,)
 
 
@@ -98,7 +102,9 @@ def make_layout(
         ordered_knobs=ordered_knobs(strategy),
         stuck_text=driver.stuck_text(strategy, "{}"),
         slot_buckets=_buckets(slots, config.max_num_seqs),
-        page_buckets=_buckets(config.page_buckets or _page_buckets(columns), columns),
+        page_buckets=_buckets(
+            config.page_buckets or _page_buckets(columns, config.page_size, S, on_cpu), columns
+        ),
         prefill_buckets=prefill,
         max_num_batched_tokens=config.max_num_batched_tokens,
         many_rows=None if on_cpu else MANY_ROWS,
@@ -124,13 +130,12 @@ def _buckets(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
     return (*sorted(size for size in set(sizes) if size < most), most)
 
 
-def _page_buckets(columns: int) -> tuple[int, ...]:
-    """A geometric series that ends well below the number of columns."""
-    sizes, size = [], FIRST_PAGE_BUCKET
-    while 2 * size <= columns:
-        sizes.append(size)
-        size *= PAGE_BUCKET_STEP
-    return tuple(sizes)
+def _page_buckets(columns: int, page_size: int, block_size: int, on_cpu: bool) -> tuple[int, ...]:
+    """Widths of page tables that are well below the number of columns."""
+    if on_cpu:
+        return tuple(size for size in CPU_PAGE_BUCKETS if 2 * size <= columns)
+    short = -(-(SHORT_TABLE + block_size) // page_size)
+    return (short,) if 5 * short <= 4 * columns else ()
 
 
 def _prefill_buckets(

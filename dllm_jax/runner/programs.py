@@ -23,6 +23,7 @@ from dllm_jax.models.sharding import Split
 from dllm_jax.runner import decode as decoding
 from dllm_jax.runner import packing
 from dllm_jax.runner.forward import ModelForward
+from dllm_jax.runner.grammars import Sizes
 from dllm_jax.strategies.core import driver
 from dllm_jax.strategies.core.protocol import SlotSpec, Strategy
 from dllm_jax.strategies.core.state import EMPTY, ERROR, RUNNING, DecodeState, Limits, Sampling
@@ -63,7 +64,8 @@ class Call:
         key: Tells the compiled sizes of the programs apart.
         args: Arrays, or futures of them.
         static: Keywords that are part of the compiled program.
-        bound: The program takes the grammars of the slots with the state.
+        sizes: Of the slots' grammars, if the program takes them with the state.
+        options: Of the compiler.
         weights: The leaves of `programs`, where they are at hand.
     """
 
@@ -72,19 +74,18 @@ class Call:
     programs: Programs
     args: tuple[Any, ...]
     static: dict[str, Any] = dataclasses.field(default_factory=dict)
-    bound: bool = False
+    sizes: Sizes | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
     weights: list[Any] | None = None
+
+    @property
+    def name(self) -> tuple[str, ...]:
+        """The key in words, as another process receives it."""
+        return tuple(map(str, self.key))
 
     def part(self, state: DecodeState) -> DecodeState:
         """What the program takes of the state: a call looks at each array, and most are pools."""
         return state.replace(pools=None) if self.program in (admit, restore) else state
-
-    def given(self, state: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments and keywords to lower the program from; the state's shapes are enough."""
-        weights, of_programs = jax.tree.flatten(self.programs)
-        slots, of_state = jax.tree.flatten(self.part(state))
-        static = self.static | {"trees": (of_programs, of_state)}
-        return (weights, slots, *self.args), static
 
     def run(self, compiled: jax.stages.Compiled, part: DecodeState) -> tuple[DecodeState, Any]:
         """Call the compiled program."""
@@ -95,8 +96,10 @@ class Call:
 
     def lower(self, state: Any) -> jax.stages.Lowered:
         """The lowered program; the state's shapes are enough."""
-        args, static = self.given(state)
-        return self.program.lower(*args, **static)
+        weights, of_programs = jax.tree.flatten(self.programs)
+        slots, of_state = jax.tree.flatten(self.part(state))
+        static = self.static | {"trees": (of_programs, of_state)}
+        return self.program.lower(weights, slots, *self.args, **static)
 
 
 def _specs(programs: Programs, split: Split) -> Programs:
@@ -133,16 +136,14 @@ def _per_device(body: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _program(body: Callable[..., Any], *static: str, options: dict[str, Any] | None = None) -> Any:
+def _program(body: Callable[..., Any], *static: str) -> Any:
     """A body as a program over a donated state.
 
     Args:
         static: Keywords that are part of the compiled program.
-        options: Of the compiler.
     """
     names = ("trees", *static)
-    run = _per_device(body)
-    return jax.jit(run, static_argnames=names, donate_argnames=("slots",), compiler_options=options)
+    return jax.jit(_per_device(body), static_argnames=names, donate_argnames=("slots",))
 
 
 def _at_rest(state: DecodeState) -> DecodeState:
@@ -338,11 +339,6 @@ def _restore(programs, state, slot, ints, floats, saved, output, knobs, slot_lay
 
 restore = _program(_restore, "knobs", "slot_layout")
 
-# For products of many rows XLA's autotuner sometimes takes its own Triton kernels, by times that
-# other work on the host disturbs: 8 slots of SDAR-1.7B took 6.5 to 7.2 ms a step by what it
-# chose (benchmarks/notes/many_row_products.md; prefill of fewer than 1,024 rows: not timed).
-_NO_TRITON_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
-
 
 def _prefill(programs, state, given, size, kind, **sizes):
     """Fresh requests in their slots, and one prefill pass of distinct slots.
@@ -376,7 +372,7 @@ def _prefill(programs, state, given, size, kind, **sizes):
     return _put_rows(state, slots, done.replace(finish=finish)), done.boundary[0]
 
 
-prefill = _program(_prefill, "size", "kind", *_ROWS, options=_NO_TRITON_PRODUCTS)
+prefill = _program(_prefill, "size", "kind", *_ROWS)
 
 
 def _begin(programs, state, slot, boundary):
@@ -403,7 +399,7 @@ def _copy_page(programs, state, source, target):
 copy_page = _program(_copy_page)
 
 
-def _steps(programs, state, given, bound: Any = None, **sizes):
+def _decode(programs, state, given, bound: Any = None, **sizes):
     """Fresh requests in their slots, and steps of some slots.
 
     Args:
@@ -492,14 +488,7 @@ def _with_grammars(programs, bucket, grammars, rows, bound):
     return decoding.absorb_nothing(programs.strategy, programs.forward(), bucket, fresh)
 
 
-def _decode(programs, state, given, **static):
-    """Steps of some slots without grammars: see `_steps`."""
-    return _steps(programs, state, given, **static)
-
-
-def _decode_bound(programs, state, given, bound, **static):
-    """Steps of some slots, of which some have a grammar: see `_steps`."""
-    return _steps(programs, state, given, bound, **static)
+decode = _program(_decode, *_ROWS)
 
 
 @functools.partial(jax.jit, donate_argnames=("grammars",))
@@ -515,35 +504,22 @@ def move(grammars, slot, at):
     return grammars.replace(at=grammars.at.at[slot].set(at))
 
 
-decode, decode_bound = _program(_decode, *_ROWS), _program(_decode_bound, *_ROWS)
+# --- options of the compiler --------------------------------------------------------------------
 
-# Steps of one slot, and of canvases, are one command buffer, loop and all. By XLA's default the
-# host looks after each step whether there is another, and then hands the launches over: 20 us, and
-# with the 700 of a canvas 0.2 to 1.4 ms, in which nothing runs, and 13 ms before the first pass
-# that stores. XLA records no loop with one of CUB's sorts or slices in it, and does not say so.
+# For products of many rows XLA's autotuner sometimes takes its own Triton kernels, by times that
+# other work on the host disturbs: 8 slots of SDAR-1.7B took 6.5 to 7.2 ms a step by what it
+# chose (benchmarks/notes/many_row_products.md; prefill of fewer than 1,024 rows: not timed).
+MANY_ROWS = {"xla_gpu_enable_triton_gemm": False}
+# One command buffer, loop and all. By XLA's default the host looks after each step whether there is
+# another, and then hands the launches over: 20 us, and with the 700 of a canvas 0.2 to 1.4 ms, in
+# which nothing runs, and 13 ms before the first pass that stores. XLA silently does not record a
+# loop that contains a CUB sort or a slice.
 _RECORDED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION"
-_LOOP = {
+RECORDED_LOOP = {
     "xla_gpu_enable_command_buffer": f"{_RECORDED},CONDITIONAL,WHILE",
     "xla_gpu_graph_min_graph_size": 1,
 }
-decode_whole = _program(_decode, *_ROWS, options=_LOOP)
-_WIDE = _NO_TRITON_PRODUCTS | _LOOP
-decode_wide = _program(_decode, *_ROWS, options=_WIDE)
-decode_bound_wide = _program(_decode_bound, *_ROWS, options=_WIDE)
-# For profiles, which hold no launch of a recorded loop.
-decode_whole_seen = decode
-decode_wide_seen = _program(_decode, *_ROWS, options=_NO_TRITON_PRODUCTS)
-
 # XLA records a step's launches in command buffers and updates them at each call of a program, in 2
-# to 4 ms. Steps of few slots gain more (17 % each on an H200); steps of many slots do not.
-_MANY = {"xla_gpu_enable_command_buffer": "", "xla_gpu_graph_min_graph_size": 10**6}
-_MANY |= _NO_TRITON_PRODUCTS
-decode_many = _program(_decode, *_ROWS, options=_MANY)
-decode_bound_many = _program(_decode_bound, *_ROWS, options=_MANY)
-# A prompt of a canvas model: launching takes a fraction of its 14 to 25 ms, updating came first.
-prefill_wide = _program(_prefill, "size", "kind", *_ROWS, options=_MANY)
-
-# What programs are compiled with, unless it is nothing.
-OPTIONS = {prefill: _NO_TRITON_PRODUCTS, decode_whole: _LOOP}
-OPTIONS |= dict.fromkeys((decode_wide, decode_bound_wide), _WIDE)
-OPTIONS |= dict.fromkeys((decode_many, decode_bound_many, prefill_wide), _MANY)
+# to 4 ms. Steps of few slots gain more (17 % each on an H200); steps of many slots do not, nor does
+# a prompt of a canvas model: launching takes a fraction of its 14 to 25 ms.
+NOTHING_RECORDED = {"xla_gpu_enable_command_buffer": "", "xla_gpu_graph_min_graph_size": 10**6}

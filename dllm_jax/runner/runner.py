@@ -3,7 +3,9 @@
 They run in a thread of their own (`worker`), and the host loop blocks in `fetch` alone.
 """
 
+import concurrent.futures
 import dataclasses
+import math
 import operator
 import time
 from collections import Counter
@@ -19,9 +21,8 @@ from dllm_jax.engine.layout import CompileFailure, DeviceFailure, EngineLayout, 
 from dllm_jax.engine.requests import DraftMetrics
 from dllm_jax.kernels import grammar_path
 from dllm_jax.loading.model import Model
-from dllm_jax.runner import decode as decoding
 from dllm_jax.runner import (
-    elsewhere,
+    background,
     exchange,
     grammars,
     hosts,
@@ -33,7 +34,7 @@ from dllm_jax.runner import (
     timing,
     warmup,
 )
-from dllm_jax.runner.behind import Behind
+from dllm_jax.runner import decode as decoding
 from dllm_jax.runner.programs import Call, Programs
 from dllm_jax.runner.worker import Worker
 from dllm_jax.strategies.core import drafting
@@ -42,9 +43,7 @@ from dllm_jax.strategies.core.errors import described
 from dllm_jax.strategies.core.state import DecodeState
 
 # Programs that one process may ask of others, and what each knows of their static arguments.
-_REPLAYED = ("admit", "restore", "prefill", "prefill_wide", "begin", "copy_page")
-_REPLAYED += ("decode", "decode_whole", "decode_wide", "decode_wide_seen", "decode_many")
-_REPLAYED += ("decode_bound", "decode_bound_wide", "decode_bound_many")
+_REPLAYED = ("admit", "restore", "prefill", "begin", "copy_page", "decode")
 _OWN_STATIC = ("knobs", "slot_layout")
 _WEIGHTLESS = ("admit", "restore", "copy_page")
 ADMIT_ROWS = 8  # requests that one program puts into their slots
@@ -212,9 +211,7 @@ class ModelRunner:
                 rows: timing.estimate_choices(strategy, model, aux, rows, *setting)
                 for rows in layout.slot_buckets
             }
-        # Programs that are there, by the keys of their calls.
-        self.compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
-        self._behind: Behind | None = None  # compiles the rest while requests run
+        self.compiled: dict[tuple[str, ...], jax.stages.Compiled] = {}  # by `Call.name`
         self.num_late_compiles = 0
         self.compile_s = 0.0  # seconds spent compiling them, or reading them from the cache
         self._warm = False
@@ -226,6 +223,8 @@ class ModelRunner:
         self.leader: hosts.Leader | None = None  # of the processes that share the model
         self._grammars: Constraint | None = None  # the worker's; None until a slot has one
         self._bucket: grammars.Sizes | None = None  # of what the worker has been given
+        # Compilation of the programs with grammars, by the grammars' sizes.
+        self._preparing: dict[grammars.Sizes, Future] = {}
         self._bound: set[int] = set()  # slots whose request has a grammar
         self._admitted: list[_Admission] = []  # not dispatched yet
         self._admit_rows = min(ADMIT_ROWS, layout.num_slots)
@@ -239,10 +238,20 @@ class ModelRunner:
 
     # --- the state ----------------------------------------------------------------------------
 
-    def shapes(self, num_pages: int | None = None) -> DecodeState:
-        """Shapes of the state, with so many pages or as many as there are."""
-        sizes = self._state_sizes() | ({"num_pages": num_pages} if num_pages else {})
-        shapes = programs.make_state.eval_shape(self._programs, **sizes)
+    def shapes(
+        self, num_pages: int | None = None, sizes: grammars.Sizes | None = None
+    ) -> DecodeState:
+        """Shapes of the state.
+
+        Args:
+            num_pages: Of the pools; None: the layout's.
+            sizes: Of the slots' grammars; None: they have none.
+        """
+        given = self._state_sizes() | ({"num_pages": num_pages} if num_pages else {})
+        shapes = programs.make_state.eval_shape(self._programs, **given)
+        if sizes is not None:
+            blank = jax.eval_shape(lambda: self._blank_grammars(sizes))
+            shapes = shapes.replace(constraint=blank)
         if (split := self._programs.model.split) is not None:
             return split.laid(shapes, decoding.state_specs(split))
         if self._home is None:
@@ -261,10 +270,13 @@ class ModelRunner:
         self._pieces.clear()
         self._result(self._submit(self._reset))
 
+    @property
+    def is_open(self) -> bool:
+        """Whether `close` was not called yet."""
+        return self._worker.is_alive()
+
     def close(self) -> None:
         """End the worker and free the state, once what was dispatched is done."""
-        if self._behind is not None:
-            self._behind.close()
         self._worker.end()
         if self.leader is not None:
             if self.leader.gone.done():
@@ -306,7 +318,7 @@ class ModelRunner:
                 along are lost.
         """
         self.flush()
-        if call.key not in self.compiled:
+        if call.name not in self.compiled:
             self._result(self._submit(self._compile, call, slots))
             self.num_late_compiles += self._warm and not self.is_profiled
         return self._submit(self._call, call)
@@ -314,18 +326,8 @@ class ModelRunner:
     def lower(self, call: Call) -> jax.stages.Lowered:
         """A call's program, lowered from the shapes of the state; nothing runs."""
         if (split := self._programs.model.split) is not None:
-            args = split.laid(call.args, PartitionSpec())
-            call = dataclasses.replace(call, args=args)
-        return call.lower(self.shapes())
-
-    @property
-    def is_on_first(self) -> bool:
-        """Whether the first device has all of the model."""
-        return self._home is not None and self._home.device_set == {jax.devices()[0]}
-
-    def export(self, call: Call) -> elsewhere.Exported | None:
-        """As `lower`, of one device, for another process to compile."""
-        return elsewhere.export(call, self.shapes())
+            call = dataclasses.replace(call, args=split.laid(call.args, PartitionSpec()))
+        return call.lower(self.shapes(sizes=call.sizes))
 
     def _here(self, call: Call) -> tuple[DecodeState, Call]:
         """The state, and a call whose arguments were computed."""
@@ -341,11 +343,11 @@ class ModelRunner:
 
     def _compile(self, call: Call, slots: Sequence[int]) -> None:
         """Compile a program, for `_call`."""
-        state, call = self._here(call)
+        _, call = self._here(call)
         self._tell_call("compile", call)
         began = time.perf_counter()
         try:
-            self.compiled[call.key] = call.lower(self._with_grammars(state, call)).compile()
+            self.compile_program(call)
         except (DeviceFailure, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:
@@ -353,17 +355,22 @@ class ModelRunner:
             raise CompileFailure(f"{what}: {described(error)}", slots) from error
         self.compile_s += time.perf_counter() - began
 
+    def compile_program(self, call: Call) -> None:
+        """Compile a call's program, in any thread."""
+        self.compiled[call.name] = self.lower(call).compile(call.options)
+
     def _call(self, call: Call) -> Any:
         state, call = self._here(call)
         self._tell_call("call", call)
-        state = self._with_grammars(state, call)
+        if call.sizes is not None:
+            state = state.replace(constraint=self._grammars)
         self.state = None
         try:
             given = call.part(state)
-            new, rest = call.run(self.compiled[call.key], given)
+            new, rest = call.run(self.compiled[call.name], given)
             if given.pools is None:
                 new = new.replace(pools=state.pools)
-            if call.bound:
+            if call.sizes is not None:
                 self._grammars = new.constraint
             self.state = new.replace(constraint=None)
         except BaseException as error:
@@ -394,8 +401,9 @@ class ModelRunner:
             return
         options = {name: value for name, value in call.static.items() if name not in _OWN_STATIC}
         costs = () if not self._weighs else (call.programs.strategy.costs,)
-        head = {"what": what, "key": [*map(str, call.key)], "bound": call.bound}
-        head |= {"static": options, "own": [*call.static]}
+        sizes = call.sizes and dataclasses.astuple(call.sizes)
+        head = {"what": what, "key": call.name, "sizes": sizes}
+        head |= {"static": options, "own": [*call.static], "options": call.options}
         head["program"] = next(n for n in _REPLAYED if getattr(programs, n) is call.program)
         self._tell(head, (*call.args, *costs))
 
@@ -418,7 +426,10 @@ class ModelRunner:
         own = {"knobs": self._knobs, "slot_layout": self._slot_layout}
         static = {name: head["static"].get(name, own.get(name)) for name in head["own"]}
         program = getattr(programs, head["program"])
-        call = Call(tuple(head["key"]), program, made, tuple(arrays), static, head["bound"])
+        sizes = head["sizes"] and grammars.Sizes(*head["sizes"])
+        call = Call(
+            tuple(head["key"]), program, made, tuple(arrays), static, sizes, head["options"]
+        )
         if head["what"] == "call":
             return self._submit(self._call, call)
         return self._submit(self._compile, call, ())
@@ -428,10 +439,44 @@ class ModelRunner:
         self._submit(self._compile_reset)
         self.compile_ahead(warmup.every_program(self.layout, self._slot_layout.size))
 
-    def _with_grammars(self, state: DecodeState, call: Call) -> DecodeState:
-        return state.replace(constraint=self._grammars) if call.bound else state
-
     # --- grammars -----------------------------------------------------------------------------
+
+    def has_programs(self, grammar: grammars.Ready) -> bool:
+        """Whether the programs of a grammar are compiled; a thread begins to compile them if not.
+
+        Until then the request must wait, and no other one does. Without warm-up each program is
+        compiled when it is first needed, and so it is where several processes share the model.
+
+        Raises:
+            CompileFailure: They do not compile.
+        """
+        if not self._warm or self.leader is not None:
+            return True
+        future = self.prepare_grammars(grammars.bucket_of(grammar, self._bucket))
+        if not future.done():
+            return False
+        if (error := future.exception()) is not None:
+            raise CompileFailure(f"structured output cannot be compiled: {described(error)}", ())
+        return True
+
+    def prepare_grammars(self, sizes: grammars.Sizes) -> Future:
+        """Compile the programs of grammars of these sizes in a thread; the future ends with it."""
+        if sizes not in self._preparing:
+            work = warmup.programs_with_grammars(self.layout, sizes)
+            self._preparing[sizes] = background.compile_in_background(self, work)
+        return self._preparing[sizes]
+
+    def await_programs(self, timeout_s: float) -> None:
+        """Wait until the programs of some grammar are compiled, or the time is over."""
+        left = [future for future in self._preparing.values() if not future.done()]
+        if left:
+            concurrent.futures.wait(left, timeout_s, concurrent.futures.FIRST_COMPLETED)
+
+    def _blank_grammars(self, sizes: grammars.Sizes) -> Constraint:
+        split = self._programs.model.split
+        kernels = grammar_path.choose() if split is None else None  # of one device alone
+        size = self._programs.spec.vocab_size
+        return grammars.empty(self.layout.num_slots, sizes, size, kernels)
 
     def _bind(self, slot: int, grammar: grammars.Ready) -> None:
         """Give a slot a grammar, in a bucket that holds all of them."""
@@ -448,9 +493,7 @@ class ModelRunner:
         now = self._grammars
         split = self._programs.model.split
         if now is None:
-            kernels = grammar_path.choose() if split is None else None  # of one device alone
-            size = self._programs.spec.vocab_size
-            now = grammars.empty(self.layout.num_slots, sizes, size, kernels)
+            now = self._blank_grammars(sizes)
             if self._home is not None:
                 now = jax.device_put(now, self._home)
         now = grammars.grown(now, sizes)
@@ -587,7 +630,7 @@ class ModelRunner:
             returns that of the first one: prefixes in pieces do not need it.
         """
         layout = self.layout
-        size, columns = self.prefill_sizes(size, len(pages), kind)
+        columns = len(pages)
         fields = packing.piece_fields(size)
         words = fields.pack(
             1,
@@ -597,12 +640,11 @@ class ModelRunner:
             live_end=live_end,
             last=last,
             tokens=np.asarray(tokens, np.int32),
-            # Copied: the host's page table changes before the program runs.
-            pages=np.pad(pages, (0, columns - len(pages)), constant_values=-1),
+            pages=pages,
         )
         piece, several = _Piece(slot, words, size, kind, Future()), layout.prompts_a_pass
         is_small = (size, columns) == (layout.prefill_buckets[0], layout.page_buckets[0])
-        if several == 1 or not is_small or self._lacks(_prefill_key(several, size, columns, kind)):
+        if several == 1 or not is_small:
             if self._pieces:
                 self.flush()
             self._run_prefill([piece])
@@ -613,41 +655,6 @@ class ModelRunner:
         if len(self._pieces) == several:
             self.flush()
         return piece.boundary
-
-    def prefill_sizes(self, size: int, columns: int, kind: PassKind) -> tuple[int, int]:
-        """Tokens and pages of the smallest pass of this kind that is there and holds these."""
-
-        def key(size: int, columns: int) -> tuple[Any, ...]:
-            return _prefill_key(1, size, columns, kind)
-
-        return self._smallest(key, self.layout.prefill_buckets, size, columns)
-
-    def decode_sizes(self, rows: int, columns: int) -> tuple[int, int]:
-        """Slots and pages of the smallest decode program that is there and holds these."""
-        return self._smallest(
-            lambda *sizes: ("decode", *sizes), self.layout.slot_buckets, rows, columns
-        )
-
-    def _smallest(
-        self,
-        key: Callable[[int, int], tuple[Any, ...]],
-        sizes: Sequence[int],
-        size: int,
-        columns: int,
-    ) -> tuple[int, int]:
-        """The sizes themselves, unless their program is still to be compiled."""
-        if not self._lacks(key(size, columns)):
-            return size, columns
-        return next(
-            (one, wide)
-            for one in sizes
-            for wide in self.layout.page_buckets
-            if one >= size and wide >= columns and not self._lacks(key(one, wide))
-        )
-
-    def _lacks(self, key: tuple[Any, ...]) -> bool:
-        """Whether a program is to be compiled behind the requests and is not there yet."""
-        return self._behind is not None and key in self._behind.missing
 
     def _run_prefill(self, pieces: list[_Piece]) -> None:
         size, kind = pieces[0].size, pieces[0].kind
@@ -666,11 +673,11 @@ class ModelRunner:
         admitted: Sequence[_Admission] = (),
     ) -> Call:
         """One pass over pieces of prefixes [A X], `packing.piece_fields`, behind admissions."""
-        columns = words.shape[1] - packing.piece_fields(size).size
-        key = _prefill_key(len(words), size, columns, kind)
+        key = ("prefill", *words.shape, size, kind)
         given, static = self._with_fresh(words, admitted)
-        program = programs.prefill_wide if self._is_wide else programs.prefill
-        return Call(key, program, self._programs, (given,), static | {"size": size, "kind": kind})
+        static |= {"size": size, "kind": kind}
+        options = programs.MANY_ROWS | (programs.NOTHING_RECORDED if self._is_wide else {})
+        return Call(key, programs.prefill, self._programs, (given,), static, options=options)
 
     def begin(self, slot: int, boundary: Any = None) -> None:
         """Let a slot decode whose prefix needs no computing.
@@ -715,23 +722,11 @@ class ModelRunner:
             early: Stop as soon as one of them ends.
         """
         bound = [row in self._bound for row in rows[:num_active].tolist()]
-        if not any(bound):
-            rows, pages = self._widened(rows, pages)
         if self._pieces:
             self.flush()
         fresh = self._take_admitted()
         call = self.decode_call(rows, num_active, pages, num_steps, early, bound, fresh)
         return Chunk(self.run(call, rows[:num_active].tolist()))
-
-    def _widened(self, rows: np.ndarray, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows and pages in the sizes of a decode program that is there."""
-        count, columns = pages.shape
-        more_rows, more_columns = np.subtract(self.decode_sizes(count, columns), pages.shape)
-        if not (more_rows or more_columns):
-            return rows, pages
-        others = np.setdiff1d(np.arange(self.layout.num_slots, dtype=np.int32), rows)
-        wide = np.pad(pages, ((0, more_rows), (0, more_columns)), constant_values=-1)
-        return np.concatenate([rows, others[:more_rows]]), wide
 
     def decode_call(
         self,
@@ -742,11 +737,13 @@ class ModelRunner:
         early: bool,
         bound: Sequence[bool] = (),
         admitted: Sequence[_Admission] = (),
+        sizes: grammars.Sizes | None = None,
     ) -> Call:
         """See `decode`.
 
         Args:
             bound: Which of the active slots have a grammar.
+            sizes: Of these grammars; None: as they were given.
             admitted: Fresh requests, as of `admit_call`, that the program puts into slots first.
         """
         requests = packing.DECODE.pack(
@@ -758,28 +755,32 @@ class ModelRunner:
             pages=pages,
         )
         given, static = self._with_fresh(requests, admitted)
-        form = self._form(len(rows), any(bound))
-        if any(bound):
+        sizes = (sizes or self._bucket) if any(bound) else None
+        options = self._options(len(rows), sizes is not None)
+        if sizes is not None:
             which = np.zeros((len(rows),), bool)
             which[: len(bound)] = bound
-            key = ("decode with grammars", *pages.shape, self._bucket)
+            key = ("decode with grammars", *pages.shape, sizes)
             args = given, which
-            program = getattr(programs, f"decode_bound{form}")
-            return Call(key, program, self._priced(len(rows)), args, static, bound=True)
-        program = getattr(programs, f"decode{form}")
-        key = ("decode seen" if form.endswith("_seen") else "decode", *pages.shape)
-        return Call(key, program, self._priced(len(rows)), (given,), static)
+        else:
+            key, args = ("decode seen" if self.is_profiled else "decode", *pages.shape), (given,)
+        made = self._priced(len(rows))
+        return Call(key, programs.decode, made, args, static, sizes, options)
 
-    def _form(self, count: int, is_bound: bool) -> str:
-        """What the name of the decode program of so many slots ends with."""
+    def _options(self, count: int, is_bound: bool) -> dict[str, Any]:
+        """Options of XLA for a decode program of `count` slots."""
         many = self.layout.many_rows
-        if many is None or count >= many:
-            return "" if many is None else "_many"
-        # Of several slots, or with grammars or among devices, it is not faster or not recorded.
-        if not self._is_wide and (count > 1 or is_bound or self._programs.model.split is not None):
-            return ""
-        form = "_wide" if self._is_wide else "_whole"
-        return f"{form}_seen" if self.is_profiled and not is_bound else form
+        if many is None:
+            return {}
+        if count >= many:
+            return programs.MANY_ROWS | programs.NOTHING_RECORDED
+        options = programs.MANY_ROWS if self._is_wide else {}
+        # A profile holds no launch of a recorded loop. With several slots, grammars or devices a
+        # recorded loop is not faster, or XLA does not record it.
+        is_one = count == 1 and not is_bound and self._programs.model.split is None
+        if (self._is_wide or is_one) and not (self.is_profiled and not is_bound):
+            options = options | programs.RECORDED_LOOP
+        return options
 
     @property
     def _is_wide(self) -> bool:
@@ -862,32 +863,30 @@ class ModelRunner:
         self,
         progress: warmup.Progress | None = None,
         calibrate: bool = False,
-        behind: bool = False,
-        behind_progress: warmup.Progress | None = None,
+        with_constraints: bool = False,
     ) -> None:
-        """Compile every bucket, make the state if there is none, run each once on empty slots.
+        """Compile every program, make the state if there is none, run each once on empty slots.
 
-        A strategy whose step is one of several has each of them timed (`weighs_costs`), for which
-        all must be there.
+        A strategy whose step is one of several has each of them timed (`weighs_costs`).
 
         Args:
             progress: Called with what was compiled, how many are done, and of how many.
             calibrate: Time them too, for `cost`; no request may be in a slot.
-            behind: Begin with the largest of each kind, which serve any request; the others are
-                compiled by threads, and replace them one by one.
-            behind_progress: As `progress`, of what is compiled behind; threads call it.
+            with_constraints: Compile the programs of structured output too, which other requests do
+                not need; else a thread does when the first such request comes.
 
         Raises:
             DeviceFailure: A program does not compile, or run.
             ValueError: What they need was planned and does not fit.
         """
-        work, rest = warmup.every_program(self.layout, self._slot_layout.size), []
-        if behind and not self._weighs:
-            work, rest = warmup.in_two(self.layout, self._slot_layout.size)
+        work = warmup.every_program(self.layout, self._slot_layout.size)
+        bound = []
+        if with_constraints and self.leader is None:
+            bound = warmup.programs_with_grammars(self.layout, grammars.BUCKETS[0])
         began = time.perf_counter()
         if self.state is None:  # by the worker, which has nothing else to do
             self._submit(self._compile_reset)
-        temp_bytes = self.compile_ahead(work, progress)
+        temp_bytes = self.compile_ahead([*work, *bound], progress)
         self.compile_s += time.perf_counter() - began
         if self.memory is not None:
             self.memory = dataclasses.replace(self.memory, temp_bytes=temp_bytes)
@@ -895,35 +894,37 @@ class ModelRunner:
         if self.state is None:
             self.reset()
         warmup.run_each(self, work)
-        if rest:
-            self._behind = Behind(self, rest, behind_progress)
         if self._weighs:
             self.choice_costs = timing.time_choices(self)
         if calibrate:
-            cost, platform = timing.calibrate(self), jax.default_backend()
-            self.cost = timing.filled(cost, self.layout, self._programs.model, platform)
+            self.cost = timing.calibrate(self)
+        if bound:
+            self._preparing[grammars.BUCKETS[0]] = done = Future()
+            done.set_result(None)
         self._warm = True
-        if self._behind is not None:
-            self._behind.start()
-
-    @property
-    def num_compiled(self) -> int:
-        """Programs that are there."""
-        return len(self.compiled)
 
     @property
     def num_programs(self) -> int:
-        """Programs that are there, and those that are still to be compiled."""
-        return len(self.compiled) + (len(self._behind.missing) if self._behind is not None else 0)
+        """Compiled programs, and those that a thread compiles."""
+        left = sum(not future.done() for future in self._preparing.values())
+        return len(self.compiled) + left * len(self.layout.slot_buckets) * len(
+            self.layout.page_buckets
+        )
+
+    @property
+    def num_compiled(self) -> int:
+        """Compiled programs."""
+        return len(self.compiled)
 
     def compile_ahead(
         self,
         work: Sequence[warmup.Work],
-        progress: Callable[[str, int, int], None] | None = None,
+        progress: warmup.Progress | None = None,
+        most_bytes: float = math.inf,
     ) -> int:
-        """Compile programs; the most bytes that one needs beside its arguments."""
+        """`warmup.compile_ahead` of this runner."""
         try:
-            return warmup.compile_ahead(self, work, progress)
+            return warmup.compile_ahead(self, work, progress, most_bytes)
         except jax.errors.JaxRuntimeError as error:
             raise self._failure(error) from error
 
@@ -934,11 +935,6 @@ class ModelRunner:
 
     def _failure(self, error: Exception) -> DeviceFailure:
         return DeviceFailure(memory.explain(str(error), self.memory))
-
-
-def _prefill_key(count: int, size: int, columns: int, kind: PassKind) -> tuple[Any, ...]:
-    """What tells a pass over `count` pieces apart; see `Call.key`."""
-    return ("prefill", count, packing.piece_fields(size).size + columns, size, kind)
 
 
 def _pass_on(done: Future, others: Sequence[Future]) -> None:

@@ -1,16 +1,15 @@
 """From a model and a configuration to a runner that is ready: its pool sized, everything compiled.
 
-Order of things: sizes -> shapes -> (an accelerator: the largest programs compiled, for what they
-need) -> pages -> what serves every request compiled -> memory taken -> each of these run once, and
-timed -> the rest compiled behind the requests. Memory is taken as late as that, so that compiling,
-which tries kernels out on the device, has room.
+Order of things: sizes -> shapes -> pages -> every program compiled -> memory taken -> each program
+run once, and timed. Memory is taken as late as that, so that compiling, which tries kernels out on
+the device, has room.
 """
 
 import dataclasses
 import gc
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import jax
 
@@ -22,7 +21,6 @@ from dllm_jax.runner.memory import MemoryPlan
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies.core.protocol import split_knobs
 
-WarmUp = Literal[True, False, "all"]
 REASONABLE_LEN = 2048  # tokens the pool must hold if max_model_len is not given
 
 
@@ -33,10 +31,10 @@ def start(
     config: EngineConfig,
     implementation: str | None = None,
     *,
-    warm_up: WarmUp = True,
+    warm_up: bool = True,
     calibrate: bool | None = None,
     progress: warmup.Progress | None = None,
-    behind_progress: warmup.Progress | None = None,
+    with_constraints: bool | None = False,
 ) -> ModelRunner:
     """A runner with its state, as large as memory allows.
 
@@ -45,10 +43,9 @@ def start(
 
     Args:
         strategy: With its numbers and sizes.
-        warm_up: True: compile the largest programs now, the others behind the requests. "all", and
-            True on several processes: everything now. False: each size when it is first met.
+        warm_up: Compile every program now, or each when it is first needed.
         calibrate: Time the programs as well; None: on an accelerator.
-        progress, behind_progress: As `ModelRunner.warm_up` takes them.
+        progress, with_constraints: As `ModelRunner.warm_up` takes them.
 
     Raises:
         ValueError: The configuration does not fit the model or the memory.
@@ -59,11 +56,11 @@ def start(
     bare = split_knobs(strategy)[0]
     device = ModelRunner(model, bare, aux, layout, implementation, allocate=False)
     try:
-        device.memory = _planned(device, model, aux, config, bool(warm_up), progress)
+        device.memory = _planned(device, model, aux, config, warm_up, progress)
         if hosts.spans(model.split):
             _agree(device, model, bare, aux)
             if jax.process_index():
-                _follow(device, bool(warm_up))
+                _follow(device, warm_up)
             device.leader = hosts.Leader()
         if not warm_up:
             device.memory.check()
@@ -71,8 +68,9 @@ def start(
             return device
         if calibrate is None:
             calibrate = not buckets.is_on_cpu(model)
-        behind = warm_up != "all" and device.leader is None  # all processes compile alike
-        device.warm_up(progress, calibrate, behind=behind, behind_progress=behind_progress)
+        if with_constraints is None:
+            with_constraints = not buckets.is_on_cpu(model)
+        device.warm_up(progress, calibrate, with_constraints)
     except DeviceFailure as failure:
         if memory.is_out_of_memory(str(failure)):
             raise ValueError(str(failure)) from failure
@@ -115,7 +113,7 @@ def _planned(
     """Plan the device's memory; set the number of pages if the configuration does not.
 
     Args:
-        measured: Compile the largest programs of an accelerator, for what they need.
+        measured: Compile the programs of an accelerator, for what they need.
     """
     gc.collect()  # a dropped engine may still hold its pools
     layout, shapes = device.layout, device.shapes(num_pages=1)
@@ -145,14 +143,18 @@ def _planned(
     plan = _resized(device, memory.fill(plan, layout.num_pages, elements))
     if not plan.is_counted or not measured:
         return plan
-    # The reserve for temporaries is a guess; compile the largest programs to measure them.
-    temp_bytes = device.compile_ahead(warmup.largest_programs(layout), progress)
+    # The reserve for temporaries is a guess, which the compiled programs replace.
+    room = plan.utilization * plan.limit_bytes - (plan.peak_bytes - plan.temp_bytes)
+    work = warmup.every_program(layout, device.num_words)
+    temp_bytes = device.compile_ahead(work, progress, most_bytes=room)
     plan = dataclasses.replace(plan, temp_bytes=temp_bytes)
-    if plan.peak_bytes <= plan.utilization * plan.limit_bytes:
+    if temp_bytes <= room:
         return plan
     return _resized(device, memory.fill(plan, layout.num_pages, elements))
 
 
 def _resized(device: ModelRunner, plan: MemoryPlan) -> MemoryPlan:
+    if plan.num_pages != device.layout.num_pages:
+        device.compiled.clear()  # the pools' shapes are part of every program
     device.layout = dataclasses.replace(device.layout, num_pages=plan.num_pages)
     return plan

@@ -33,7 +33,6 @@ RATES = {"NVIDIA H200": (4.3e12, 790e12)}
 USUAL_TEXT = 1024  # tokens; most texts end well before max_model_len
 SLOW_S = 0.1  # slower programs are timed once: the spread of one run does not matter there
 REPEATS = 3
-BUDGET_S = 10.0  # for all timing; sizes without a time take that of the next larger size
 CHOICE_STEP = 4  # ratio between the numbers of slots for which choices are timed
 SHORT, LONG = 2, 4  # decode steps, or prefill passes, of the two runs
 FEW, MANY = 2, 8  # decode steps of the two runs by which choices are compared
@@ -186,7 +185,7 @@ def weights(
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredCost:
-    """Seconds of programs by their sizes; a size that was not timed costs what a larger one does.
+    """Seconds of programs by their sizes.
 
     Attributes:
         decode: One decode step, by slots and pages.
@@ -198,108 +197,40 @@ class MeasuredCost:
 
     def decode_s(self, rows: int, columns: int) -> float:
         """One decode step of a slot bucket over a page bucket."""
-        return _nearest(self.decode, rows, columns)
+        return self.decode[rows, columns]
 
     def prefill_s(self, size: int, columns: int, kind: str) -> float:
         """One prefill pass."""
-        times = self.prefill.get(kind) or next(iter(self.prefill.values()), {})
-        return _nearest(times, size, columns)
-
-
-def _nearest(times: Mapping[tuple[int, int], float], size: int, columns: int) -> float:
-    """The cheapest of the sizes at least as large; else the largest, scaled by its size."""
-    if (size, columns) in times:
-        return times[size, columns]
-    larger = [s for (n, c), s in times.items() if n >= size and c >= columns]
-    if larger:
-        return min(larger)
-    if not times:
-        return 0.0
-    n, c = max(times)
-    return times[n, c] * max(1.0, size / n) * max(1.0, columns / c)
-
-
-def filled(cost: MeasuredCost, layout: EngineLayout, model: Model, platform: str) -> MeasuredCost:
-    """A cost with every size of a layout.
-
-    A size that was not timed costs less than the next larger by as much as the estimate says.
-    """
-    speed = CPU if platform == "cpu" else ACCELERATOR
-
-    def estimate(rows: int, cells: int, columns: int) -> float:
-        return speed.step_s + _estimate_pass_s(
-            model, cells, rows, columns * layout.page_size, speed
-        )
-
-    def every(
-        times: Mapping[tuple[int, int], float],
-        sizes: Sequence[int],
-        estimate: Callable[[int, int], float],
-    ) -> dict[tuple[int, int], float]:
-        found = dict(times)
-        for size, columns in itertools.product(sizes, layout.page_buckets):
-            larger = [one for one in times if one[0] >= size and one[1] >= columns]
-            if larger and (size, columns) not in times:
-                nearest = min(larger, key=times.__getitem__)
-                found[size, columns] = times[nearest] * min(
-                    1.0, estimate(size, columns) / estimate(*nearest)
-                )
-        return found
-
-    return MeasuredCost(
-        every(cost.decode, layout.slot_buckets, lambda n, c: estimate(n, layout.window, c)),
-        {
-            kind: every(times, layout.prefill_buckets, lambda n, c: estimate(1, n, c))
-            for kind, times in cost.prefill.items()
-        },
-    )
+        return self.prefill[kind][size, columns]
 
 
 # --- measured programs --------------------------------------------------------------------------
 
 
-def calibrate(
-    runner: Any,
-    clock: Callable[[], float] = time.perf_counter,
-    budget_s: float = BUDGET_S,
-) -> MeasuredCost:
+def calibrate(runner: Any, clock: Callable[[], float] = time.perf_counter) -> MeasuredCost:
     """Time the programs of a runner that holds no request, and reset it.
 
     Args:
-        runner: A `ModelRunner`; programs that it does not have yet are left out.
+        runner: A `ModelRunner`.
         clock: Seconds.
-        budget_s: No further program is begun once so much time has passed.
     """
-    until = clock() + budget_s
-    decode: dict[tuple[int, int], float] = {}
-    prefill: dict[str, dict[tuple[int, int], float]] = {}
-    for size, columns, kind in _in_order(runner.layout):
-        times = decode if kind is None else prefill.setdefault(kind, {})
-        sizes = size, columns
-        there = runner.decode_sizes(*sizes) if kind is None else runner.prefill_sizes(*sizes, kind)
-        if there != sizes:
-            continue
-        if clock() < until or not times:
-            measure = functools.partial(_step_s if kind is None else _pass_s, runner, clock)
-            times[size, columns] = _typical(functools.partial(measure, size, columns, kind))
+    layout: EngineLayout = runner.layout
+
+    def timed(measure: Callable[..., float], sizes: Sequence[int], kind: str | None):
+        return {
+            (size, columns): _typical(
+                functools.partial(measure, runner, clock, size, columns, kind)
+            )
+            for size, columns in itertools.product(sizes, layout.page_buckets)
+        }
+
+    decode = timed(_step_s, layout.slot_buckets, None)
+    kinds = pass_kinds(layout)
+    cost = MeasuredCost(
+        decode, {kind: timed(_pass_s, layout.prefill_buckets, kind) for kind in kinds}
+    )
     runner.reset()
-    return MeasuredCost(decode, prefill)
-
-
-def _in_order(layout: EngineLayout) -> list[tuple[int, int, str | None]]:
-    """Slots or tokens, pages, kind of pass (None: decode), the most important first.
-
-    First the largest size of each number of pages, which stands in for sizes that are not timed.
-    Then the rest by ascending pages, as most texts are short.
-    """
-    jobs = []
-    for kind in (None, *pass_kinds(layout)):
-        sizes = layout.slot_buckets if kind is None else layout.prefill_buckets
-        for size in sizes:
-            for columns in layout.page_buckets:
-                is_rest = size != sizes[-1]
-                jobs.append(((is_rest, columns if is_rest else -columns), (size, columns, kind)))
-    return [job for _, job in sorted(jobs, key=lambda ranked: ranked[0])]
+    return cost
 
 
 def _typical(measure: Callable[[], float]) -> float:

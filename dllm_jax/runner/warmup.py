@@ -1,7 +1,7 @@
 """Everything an engine will run, compiled before its first request.
 
-Data flow: layout -> a list of calls -> each lowered, one after another, and compiled ahead, several
-at a time -> each run once on empty slots, which compiles nothing.
+Data flow: layout -> a list of calls -> each lowered, one after another, and compiled, several at a
+time -> each run once on empty slots, which compiles nothing.
 """
 
 import contextlib
@@ -9,6 +9,8 @@ import dataclasses
 import gc
 import importlib
 import importlib.util
+import itertools
+import math
 import os
 import sys
 import threading
@@ -28,17 +30,10 @@ _TRITON = "jaxlib.mlir.dialects.tt"
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A program of one size; `call` makes its `Call` on empty slots from a `ModelRunner`.
-
-    Attributes:
-        is_sized: A larger program of its kind can do its work.
-        shares: Alike for programs that launch the same kernels, attention aside.
-    """
+    """A program of one size; `call` makes its `Call` on empty slots from a `ModelRunner`."""
 
     name: str
     call: Callable[[Any], Any]
-    is_sized: bool = False
-    shares: Any = None
 
 
 def pass_kinds(layout: EngineLayout) -> tuple[PassKind, ...]:
@@ -52,7 +47,7 @@ def pass_kinds(layout: EngineLayout) -> tuple[PassKind, ...]:
 
 
 def every_program(layout: EngineLayout, saved_size: int) -> list[Work]:
-    """All programs, the largest first: they take longest to compile.
+    """All programs, `largest_programs` first, which take longest to compile.
 
     Args:
         saved_size: Words of a saved slot.
@@ -88,22 +83,8 @@ def every_program(layout: EngineLayout, saved_size: int) -> list[Work]:
         work.append(Work("begin", lambda runner: runner.begin_call(0)))
     if layout.is_full:
         work.append(Work("copy", lambda runner: runner.copy_call(0, 0)))
-    return work
-
-
-def in_two(layout: EngineLayout, saved_size: int) -> tuple[list[Work], list[Work]]:
-    """The programs that any request can do with, and the smaller ones, the most wanted first.
-
-    Requests begin few and short, and steps in a larger size cost more than a pass in one.
-    """
-    needed = {item.name for item in largest_programs(layout)}
-    every = every_program(layout, saved_size)
-    sized = [item for item in every if item.is_sized and item.name not in needed]
-    left = {item.name for item in sized}
-    short = {_decode(rows, layout.page_buckets[0]).name for rows in layout.slot_buckets}
-    sized.reverse()
-    sized.sort(key=lambda item: item.name not in short)
-    return [item for item in every if item.name not in left], sized
+    largest = {item.name for item in largest_programs(layout)}
+    return sorted(work, key=lambda item: item.name not in largest)
 
 
 def largest_programs(layout: EngineLayout) -> list[Work]:
@@ -117,14 +98,19 @@ def largest_programs(layout: EngineLayout) -> list[Work]:
     return work
 
 
-def _decode(rows: int, columns: int) -> Work:
+def programs_with_grammars(layout: EngineLayout, sizes: Any) -> list[Work]:
+    """The decode programs of slots of which some have a grammar of these `grammars.Sizes`."""
+    every = itertools.product(layout.slot_buckets, layout.page_buckets)
+    return [_decode(rows, columns, sizes) for rows, columns in every]
+
+
+def _decode(rows: int, columns: int, sizes: Any = None) -> Work:
     slots = np.arange(rows, dtype=np.int32)
     pages = np.full((rows, columns), -1, np.int32)
+    bound = () if sizes is None else (True,)
     return Work(
-        f"decode {rows} slots, {columns} pages",
-        lambda runner: runner.decode_call(slots, 0, pages, 1, False),
-        is_sized=True,
-        shares=("decode", rows),
+        f"decode {rows} slots, {columns} pages" + (", grammars" if bound else ""),
+        lambda runner: runner.decode_call(slots, 0, pages, 1, False, bound, sizes=sizes),
     )
 
 
@@ -135,8 +121,6 @@ def _prefill(size: int, columns: int, kind: PassKind, prompts: int = 1) -> Work:
     return Work(
         f"prefill {several}{size} tokens, {columns} pages, {kind}",
         lambda runner: runner.prefill_call(words, size, kind),
-        is_sized=True,
-        shares=("prefill", size, prompts),
     )
 
 
@@ -146,19 +130,26 @@ def _short_prompts(layout: EngineLayout) -> Work:
     return _prefill(layout.prefill_buckets[0], layout.page_buckets[0], kind, layout.prompts_a_pass)
 
 
-def compile_ahead(runner: Any, work: Sequence[Work], progress: Progress | None = None) -> int:
-    """Compile programs, as many at a time as there are cores.
+def compile_ahead(
+    runner: Any,
+    work: Sequence[Work],
+    progress: Progress | None = None,
+    most_bytes: float = math.inf,
+) -> int:
+    """Compile programs, one a core at a time; the runner keeps them.
 
-    JAX caches each program; the call that runs it later finds it there.
+    Args:
+        most_bytes: Stop at the first program that needs more temporary memory.
 
     Returns:
-        The most bytes that one program needs beside its arguments.
+        The largest temporary allocation of a program, in bytes.
     """
     _name_triton()
     most, done = 0, 0
     pool = ThreadPoolExecutor(min(len(work), num_cores()), "dllm-compile")
     # Lowering holds the GIL. One at a time, so that compilation overlaps with the next lowering.
     in_python = threading.Lock()
+    is_waited_for = False
     try:
         with _without_old_garbage():
             futures = {pool.submit(_compiled_bytes, runner, item, in_python): item for item in work}
@@ -167,8 +158,10 @@ def compile_ahead(runner: Any, work: Sequence[Work], progress: Progress | None =
                 done += 1
                 if progress:
                     progress(futures[future].name, done, len(work))
+                if is_waited_for := most > most_bytes:
+                    break
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(wait=is_waited_for, cancel_futures=True)
     return most
 
 
@@ -207,9 +200,12 @@ def _without_old_garbage() -> Iterator[None]:
 
 
 def _compiled_bytes(runner: Any, work: Work, in_python: threading.Lock) -> int:
-    with in_python:
-        lowered = runner.lower(work.call(runner))
-    analysis = lowered.compile().memory_analysis()
+    call = work.call(runner)
+    if call.name not in runner.compiled:
+        with in_python:
+            lowered = runner.lower(call)
+        runner.compiled[call.name] = lowered.compile(call.options)
+    analysis = runner.compiled[call.name].memory_analysis()
     if analysis is None:
         return 0
     fresh = analysis.output_size_in_bytes - analysis.alias_size_in_bytes

@@ -110,7 +110,7 @@ SIZES = {
 
 def small_llm(folder, strategy):
     return dj.LLM(
-        str(folder), strategy, config=dj.EngineConfig(**SIZES), progress=False, warm_up="all"
+        str(folder), strategy, config=dj.EngineConfig(**SIZES), progress=False
     )
 
 

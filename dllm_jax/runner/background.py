@@ -1,0 +1,59 @@
+"""Programs that a thread compiles while requests run.
+
+One program after another, so that requests keep a core and the GIL is not held by several threads.
+"""
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from dllm_jax.runner.warmup import Work
+
+_threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+_is_ending = threading.Event()
+os.register_at_fork(after_in_child=_threads.clear)
+
+
+def compile_in_background(runner: Any, work: Sequence[Work]) -> "Future[None]":
+    """Compile programs in a thread that ends with the runner.
+
+    Args:
+        runner: A `ModelRunner`; the thread holds it weakly between two programs.
+
+    Returns:
+        A future that ends with the last program, or with the error of the first that fails.
+    """
+    done: Future[None] = Future()
+    args = weakref.ref(runner), list(work), done
+    thread = threading.Thread(target=_compile_each, args=args, name="dllm-compile", daemon=True)
+    _threads.add(thread)
+    thread.start()
+    return done
+
+
+def _compile_each(
+    to_runner: "weakref.ref[Any]", work: Sequence[Work], done: "Future[None]"
+) -> None:
+    try:
+        for item in work:
+            runner = to_runner()
+            if runner is None or not runner.is_open or _is_ending.is_set():
+                break
+            runner.compile_program(item.call(runner))
+            del runner
+    except BaseException as error:
+        done.set_exception(error)
+    else:
+        done.set_result(None)
+
+
+@atexit.register
+def _end_all() -> None:
+    """Let the threads end: exiting while one is within XLA aborts the process."""
+    _is_ending.set()
+    for thread in list(_threads):
+        thread.join()
