@@ -33,6 +33,7 @@ RATES = {"NVIDIA H200": (4.3e12, 790e12)}
 USUAL_TEXT = 1024  # tokens; most texts end well before max_model_len
 SLOW_S = 0.1  # slower programs are timed once: the spread of one run does not matter there
 REPEATS = 3
+BUDGET_S = 10.0  # for all timing
 CHOICE_STEP = 4  # ratio between the numbers of slots for which choices are timed
 SHORT, LONG = 2, 4  # decode steps, or prefill passes, of the two runs
 FEW, MANY = 2, 8  # decode steps of the two runs by which choices are compared
@@ -207,19 +208,25 @@ class MeasuredCost:
 # --- measured programs --------------------------------------------------------------------------
 
 
-def calibrate(runner: Any, clock: Callable[[], float] = time.perf_counter) -> MeasuredCost:
+def calibrate(
+    runner: Any,
+    clock: Callable[[], float] = time.perf_counter,
+    budget_s: float = BUDGET_S,
+) -> MeasuredCost:
     """Time the programs of a runner that holds no request, and reset it.
 
     Args:
         runner: A `ModelRunner`.
         clock: Seconds.
+        budget_s: Once so much time has passed, a program is timed once, not three times.
     """
     layout: EngineLayout = runner.layout
+    until = clock() + budget_s
 
     def timed(measure: Callable[..., float], sizes: Sequence[int], kind: str | None):
         return {
             (size, columns): _typical(
-                functools.partial(measure, runner, clock, size, columns, kind)
+                functools.partial(measure, runner, clock, size, columns, kind), clock() < until
             )
             for size, columns in itertools.product(sizes, layout.page_buckets)
         }
@@ -233,9 +240,9 @@ def calibrate(runner: Any, clock: Callable[[], float] = time.perf_counter) -> Me
     return cost
 
 
-def _typical(measure: Callable[[], float]) -> float:
+def _typical(measure: Callable[[], float], repeats: bool) -> float:
     first = measure()
-    if first > SLOW_S:
+    if first > SLOW_S or not repeats:
         return first
     more = [measure() for _ in range(REPEATS - 1)]
     return statistics.median([first, *more])

@@ -61,6 +61,7 @@ def _write_alike(
 ) -> tuple[Array, ...]:
     """The same for layers of one shape; keys and values alternate."""
     token_last = (False, fp8.is_token_last(pages[1])) * (len(pages) // 2)
+    rows = tuple(new.reshape(-1, *new.shape[-2:]) for new in rows)  # one kernel a number of rows
     # Microseconds of a write of SDAR-1.7B on an H200, Mosaic / Triton. 16 bits, with the loop
     # around it: 32 rows 41 / 50, 1,024 rows 101 / 80 (benchmarks/results/kv_write_h200.json).
     # 8 bits, without the loop: 8 / 6 and 84 / 57 (benchmarks/notes/layer_launches.md). In a step a

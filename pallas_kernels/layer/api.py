@@ -389,9 +389,12 @@ def gated_matmul(
         }
         return dispatch.run(implementation, back_ends, rows, w)
     assert isinstance(x, jax.Array)
-    kernel = _many_rows(x, w) if _num_rows(x) > mosaic.MOST_ROWS else _few_rows(x, w)
+    flat = x.reshape(
+        -1, x.shape[-1]
+    )  # a kernel of as many rows is compiled once, whatever they are
+    kernel = _many_rows(flat, w) if len(flat) > mosaic.MOST_ROWS else _few_rows(flat, w)
     back_ends = {"mosaic": kernel, "xla": BackEnd(reference.gated_matmul)}
-    return dispatch.run(implementation, back_ends, x, w)
+    return dispatch.run(implementation, back_ends, flat, w).reshape(*x.shape[:-1], -1)
 
 
 def _many_rows(x: Array, w: Array) -> BackEnd:

@@ -109,9 +109,7 @@ SIZES = {
 
 
 def small_llm(folder, strategy):
-    return dj.LLM(
-        str(folder), strategy, config=dj.EngineConfig(**SIZES), progress=False
-    )
+    return dj.LLM(str(folder), strategy, config=dj.EngineConfig(**SIZES), progress=False)
 
 
 @pytest.fixture(scope="module")
