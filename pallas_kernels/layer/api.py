@@ -49,7 +49,7 @@ MOSAIC_LEAST_SHARE = 0.88
 MOSAIC_MANY_FP8_ROWS = 1024
 # Most rows of `add_rms_norm` with Mosaic: it saves 1 % of a step at 128 and at 1024 rows; more were
 # not measured.
-MOSAIC_ROWS = 1024
+MOSAIC_ROWS = 2**20
 # Most rows of `quantize_rows` with Mosaic: 3.6 us at 1,024 (H200); XLA takes 36 at 4,096.
 MOSAIC_ROUNDED_ROWS = 4096
 # Columns of gate and up together for a thread block of `gated_matmul`, in order of preference.
@@ -294,20 +294,34 @@ def qkv_matmul(
         out = split_matmul(x, w.flat, dtype=dtype, implementation=implementation)
         return out.reshape(*out.shape[:-1], *w.shape[1:])
     assert isinstance(x, jax.Array)
-    flat = w.reshape(w.shape[0], -1)
-    tiling = mosaic.choose_tiling(x, flat)
+    kernel = _product(x, w.reshape(w.shape[0], -1))
 
-    def in_parts(x: Array, w: Array) -> Array:
-        assert tiling is not None
-        out = mosaic.split_matmul(x, flat, tiling=tiling)
+    def own(x: Array, w: Array) -> Array:
+        out = kernel.run(x, w.reshape(w.shape[0], -1))
         return out.reshape(*out.shape[:-1], *w.shape[1:])
 
-    reason = mosaic.unsupported(x) or mosaic.unsupported_product(x, flat, tiling)
     back_ends = {
-        "mosaic": BackEnd(in_parts, reason, _is_within(w, MOSAIC_WEIGHTS)),
+        "mosaic": kernel._replace(run=own),
         "xla": BackEnd(reference.matmul),
     }
     return dispatch.run(implementation, back_ends, x, w)
+
+
+def _product(x: Array, w: Array) -> BackEnd:
+    """The product of 16 bits by Mosaic: float32 parts of few rows, rows where there are many."""
+    if _num_rows(x) <= mosaic.MOST_ROWS:
+        tiling = mosaic.choose_tiling(x, w)
+        reason = mosaic.unsupported(x) or mosaic.unsupported_product(x, w, tiling)
+        run = functools.partial(mosaic.split_matmul, tiling=tiling)
+        return BackEnd(run, reason, _is_within(w, MOSAIC_WEIGHTS))
+    reason = mosaic.unsupported(x) or mosaic_many.unsupported_product(x, w)
+    columns = 0 if reason else mosaic_many.product_columns(_num_rows(x), w)
+
+    def many(x: Array, w: Array) -> Array:
+        out = mosaic_many.matmul(x.reshape(-1, x.shape[-1]), w, columns=columns)
+        return out.reshape(*x.shape[:-1], -1)
+
+    return BackEnd(many, reason, _is_within(w, MOSAIC_WEIGHTS))
 
 
 def split_matmul(
@@ -341,13 +355,9 @@ def split_matmul(
         }
         return dispatch.run(implementation, back_ends, rows, w)
     assert isinstance(x, jax.Array)
-    tiling, mosaic_tiling = choose_tiling(x, w), mosaic.choose_tiling(x, w)
+    tiling = choose_tiling(x, w)
     back_ends = {
-        "mosaic": BackEnd(
-            functools.partial(mosaic.split_matmul, tiling=mosaic_tiling),
-            mosaic.unsupported(x) or mosaic.unsupported_product(x, w, mosaic_tiling),
-            _is_within(w, MOSAIC_WEIGHTS),
-        ),
+        "mosaic": _product(x, w),
         "triton": BackEnd(
             functools.partial(triton.split_matmul, tiling=tiling),
             triton.unsupported_type(x) or triton.unsupported_product(x, w, tiling),

@@ -1,7 +1,8 @@
-"""Pallas Mosaic kernel for NVIDIA Hopper: gate, up and SiLU of many rows in one launch.
+"""Pallas Mosaic kernels for NVIDIA Hopper: products of many rows; gate, up and SiLU in one launch.
 
-A product of many rows takes as long as the tensor cores do, by XLA as well, which then reads and
-writes its result once more for SiLU. Here as many blocks of threads as run at once take the tiles
+A product of many rows takes as long as the tensor cores do. XLA reads and writes the result of gate
+and up once more for SiLU, and chooses a library's kernel, and with it an order of sums, by the
+number of rows. Here every sum is one chain in rising depth, whatever the rows and tiles. As many blocks of threads as run at once take the tiles
 of the result in turns. One warpgroup loads, by TMA through a ring of buffers; two multiply, and
 finish a tile, rounded, while the tensor cores are at the first steps of the next. Roundings to 16
 bits are those of the reference, but for SiLU's own.
@@ -31,6 +32,9 @@ _TILE = _CONSUMERS * _ROWS
 # Columns of a tile, gate's and up's, in the order of preference: the registers hold 256 sums a row;
 # 192 are up to 2 % slower, and often fill the chip better.
 _COLUMNS = (256, 192)
+# Of a product of 16 bits alone. H200, SDAR-1.7B, 1,024 rows: 128 columns are 14 to 38 % faster than
+# 256, which then have one round of tiles and nothing to overlap the last stores with.
+_PRODUCT_COLUMNS = (256, 128, 64)
 _DEPTH_BYTES = 128  # of a step
 _MOST_STAGES = 6  # steps in flight that shared memory holds, at most
 _PIECE = 64  # columns of a product that are rounded and stored at a time
@@ -56,15 +60,16 @@ def unsupported_rows(x: Array, w: Array | Fp8Matrix) -> str | None:
     return _unsupported_depth(D, w)
 
 
-def unsupported_product(x: Array, w: Fp8Matrix) -> str | None:
+def unsupported_product(x: Array, w: Array | Fp8Matrix) -> str | None:
     """Why `matmul` cannot take such operands, or None; `w` as [K N]."""
     rows, (K, N) = x.size // x.shape[-1], w.shape
     if reason := unsupported_pair(x, w):
         return reason
     if rows % _TILE:
         return f"needs a multiple of {_TILE} rows where there are more, got {rows}"
-    if not _widths(w, 1):
-        return f"needs whole tiles of {', '.join(map(str, _COLUMNS))} columns, got {N}"
+    columns = _COLUMNS if w.dtype == DTYPE else _PRODUCT_COLUMNS
+    if all(N % n for n in columns):
+        return f"needs whole tiles of {', '.join(map(str, columns))} columns, got {N}"
     return _unsupported_depth(K, w)
 
 
@@ -93,6 +98,17 @@ def choose_columns(x: Array, w: Array | Fp8Matrix) -> tuple[int, float]:
         shares[columns] = tiles / (MULTIPROCESSORS * -(-tiles // MULTIPROCESSORS))
     best = max(shares.values())
     return next((columns, share) for columns, share in shares.items() if share > best - _CLOSE)
+
+
+def product_columns(rows: int, w: Array) -> int:
+    """Columns of a tile of `matmul` in 16 bits: the widest that fill the chip, in several rounds."""
+    shares = {}
+    for columns in (n for n in _PRODUCT_COLUMNS if w.shape[1] % n == 0):
+        tiles = rows // _TILE * w.shape[1] // columns
+        if columns <= _TILE or tiles > MULTIPROCESSORS:
+            shares[columns] = tiles / (MULTIPROCESSORS * -(-tiles // MULTIPROCESSORS))
+    best = max(shares.values())
+    return next(columns for columns, share in shares.items() if share > best - _CLOSE)
 
 
 def _widths(w: Array | Fp8Matrix, turn: int) -> list[int]:
@@ -129,11 +145,11 @@ def gated_matmul(
 
 @lowered_once(static_argnames=("columns", "dtype", "blocks", "interpret"))
 def matmul(
-    x: Fp8Rows,
-    w: Fp8Matrix,
+    x: Float[Array, "*M K"] | Fp8Rows,
+    w: Float[Array, "K N"] | Fp8Matrix,
     *,
     columns: int,
-    dtype: Any,
+    dtype: Any = None,
     blocks: int = MULTIPROCESSORS,
     interpret: Any = None,
 ) -> Float[Array, "*M N"]:
