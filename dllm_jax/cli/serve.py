@@ -117,6 +117,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-warm-up", action="store_true", help="compile each size when it is first met"
     )
     engine.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="a request has the same tokens bit for bit in any batch (docs/same_tokens.md)",
+    )
+    engine.add_argument(
         "--warm-up-constraints",
         action=argparse.BooleanOptionalAction,
         help="compile the programs of structured output before the server is ready; else the first "
@@ -319,7 +324,7 @@ _OF_ENGINE = (
     ),
     *(*flags.THRESHOLDS, "draft", "max_num_seqs", "max_model_len", "max_num_batched_tokens"),
     *("page_size", "memory_utilization", "no_prefix_caching", "attention_implementation"),
-    *("tensor_parallel_size", "seed", "no_warm_up", "warm_up_constraints"),
+    *("tensor_parallel_size", "seed", "no_warm_up", "warm_up_constraints", "batch_invariant"),
     *("nnodes", "node_rank", "coordinator"),
 )
 
@@ -433,6 +438,7 @@ def _make_llm(args: argparse.Namespace, progress: Callable[[int, int], None]) ->
             page_size=args.page_size,
             memory_utilization=args.memory_utilization or 0.9,
             enable_prefix_caching=not args.no_prefix_caching,
+            batch_invariant=args.batch_invariant,
             max_num_batched_tokens=args.max_num_batched_tokens,
         ),
     )

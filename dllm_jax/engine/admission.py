@@ -216,6 +216,11 @@ def _check(
     tokenizer: Any,
 ) -> None:
     params = request.params
+    if params.constraint is not None and layout.batch_invariant:
+        raise Refused(
+            "a constraint is not covered by batch_invariant=True; leave one of the two out",
+            "constraint",
+        )
     if not (prompt or suffix):
         raise Refused("the prompt is empty; give at least one token", "prompt")
     if not prompt and layout.compute_at_least:

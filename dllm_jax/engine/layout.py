@@ -17,6 +17,7 @@ PassKind = Literal["blocks", "causal", "full"]
 
 NO_LIMIT = 2**31 - 1
 MOST_PREFILL = 1 << 20  # tokens of a pass
+TILE_OF_KEYS = 128  # of attention; where `batch_invariant` cuts prompts
 HOLE = -1  # stands for an id that is to be written
 # The most that a chunk returns, which also bounds the pages it needs: windows, or tokens a step
 # where windows are narrow.
@@ -40,6 +41,9 @@ class EngineConfig:
             or, where a text is streamed, by the waiting prompts for each decoding text.
         max_steps_per_chunk: Most decode steps of one dispatch.
         slot_buckets, page_buckets, prefill_buckets: Sizes to compile; None: chosen.
+        batch_invariant: A request's tokens are the same bit for bit in any batch, in any order, and
+            however its prompt is found in the prefix cache (docs/same_tokens.md). On one Hopper GPU
+            in bfloat16, for dense networks.
     """
 
     max_num_seqs: int = 8
@@ -53,6 +57,7 @@ class EngineConfig:
     slot_buckets: tuple[int, ...] | None = None
     page_buckets: tuple[int, ...] | None = None
     prefill_buckets: tuple[int, ...] | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self):
         for name, default in _COUNTS.items():
@@ -110,6 +115,7 @@ class EngineLayout:
             cover every slot, every page of a request, and (full modes) every prompt.
         many_rows: Slot buckets from this size on run without command buffers; None: none.
         prompts_a_pass: Prompts that share a pass of pieces of the smallest size.
+        batch_invariant: As configured.
     """
 
     num_slots: int
@@ -146,6 +152,7 @@ class EngineLayout:
     max_num_batched_tokens: int | None = None
     many_rows: int | None = None
     prompts_a_pass: int = 1
+    batch_invariant: bool = False
 
     @property
     def pass_kind(self) -> PassKind:
@@ -155,7 +162,9 @@ class EngineLayout:
     @functools.cached_property
     def unit(self) -> int:
         """Tokens whose pages are shared together: whole pages of whole blocks."""
-        return math.lcm(self.page_size, self.block_size if self.is_grid else 1)
+        size = math.lcm(self.page_size, self.block_size if self.is_grid else 1)
+        # Pieces of prompts begin where a kernel's tile of keys does.
+        return math.lcm(size, TILE_OF_KEYS) if self.batch_invariant else size
 
     @functools.cached_property
     def most_new(self) -> int:

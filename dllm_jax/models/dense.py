@@ -257,7 +257,7 @@ def trunk(
     readers = [*(layer["wqkv"] for layer in layers[1:]), None]
 
     streams = {0: x}
-    normed = rms_norm(x, layers[0]["attn_norm"], cfg.norm_eps)
+    normed = _first_norm(x, layers[0]["attn_norm"], cfg, ops)
     for i, layer in enumerate(layers):
         qkv = _before(layer, normed, cos, sin, cfg=cfg, dtype=x.dtype, ops=ops)
         out = attend(i, *qkv, **_in_groups(layer, cfg, qkv[0], ops))
@@ -266,6 +266,17 @@ def trunk(
         x, normed = _behind(layer, x, out, after[i], given, peers, **how)
         streams[i + 1] = x
     return normed, tuple(streams[j] for j in hidden_layers)
+
+
+def _first_norm(x: Array, scale: Array, cfg: DenseConfig, ops: LayerOps) -> Array:
+    if not ops.one_rounding:
+        return rms_norm(x, scale, cfg.norm_eps)
+    if cfg.o_bias:
+        raise NotImplementedError("the output of attention has a bias, which XLA adds")
+    added = x, jnp.zeros_like(x), scale, cfg.norm_eps
+    _, normed = add_rms_norm(*added, implementation=ops.add_rms_norm)
+    assert isinstance(normed, jax.Array)
+    return normed
 
 
 # Both sides of a layer's attention are traced once, and lowered once for each program, for all
@@ -283,7 +294,13 @@ def _before(
 ) -> tuple[Array, Array, Array]:
     """Rotated queries and keys, and values, of normed rows."""
     return rotate_qkv(
-        qkv_matmul(rows, layer["wqkv"], dtype=dtype, implementation=ops.qkv_matmul),
+        qkv_matmul(
+            rows,
+            layer["wqkv"],
+            dtype=dtype,
+            one_rounding=ops.one_rounding,
+            implementation=ops.qkv_matmul,
+        ),
         layer.get("bqkv"),
         layer.get("q_norm"),
         layer.get("k_norm"),
@@ -343,7 +360,8 @@ def _behind(
         out = split_matmul(rows, wo, axis=ops.axis, implementation="xla")
         out += as_row(once(layer["bo"], ops.axis), out)
     else:
-        out = split_matmul(rows, wo, axis=ops.axis, implementation=ops.split_matmul)
+        how = {"axis": ops.axis, "one_rounding": ops.one_rounding}
+        out = split_matmul(rows, wo, **how, implementation=ops.split_matmul)
     x, rows = add(x, out, layer["mlp_norm"], isinstance(layer.get("w_gate_up"), Fp8Matrix))
     out = ffn(layer, rows, *given, cfg=cfg, dtype=x.dtype, ops=ops)
     return add(x, out, scale, is_quantized)

@@ -158,4 +158,5 @@ def swiglu(
     inner = gated_matmul(x, w_gate_up, dtype=dtype, reader=reader, implementation=ops.gated_matmul)
     if isinstance(inner, Fp8Groups):
         return split_matmul(inner, w_down, dtype=dtype)
-    return split_matmul(inner, w_down, axis=ops.axis, implementation=ops.split_matmul)
+    how = {"axis": ops.axis, "one_rounding": ops.one_rounding}
+    return split_matmul(inner, w_down, **how, implementation=ops.split_matmul)

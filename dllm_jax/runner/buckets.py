@@ -9,9 +9,15 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from dllm_jax.engine import checks
 from dllm_jax.engine.layout import EngineConfig, EngineLayout
+from dllm_jax.kernels import hopper
 from dllm_jax.loading.model import Model
+from dllm_jax.models.dense import DenseConfig
+from dllm_jax.models.quantization import is_quantized
 from dllm_jax.runner.cache import PAGE_SIZE
 from dllm_jax.strategies.core import driver
 from dllm_jax.strategies.core.needs import PromptMode
@@ -67,11 +73,17 @@ def make_layout(
     on_cpu = is_on_cpu(model)
     slots = config.slot_buckets or (CPU_SLOT_BUCKETS if on_cpu else SLOT_BUCKETS)
     prefill = config.prefill_buckets or (CPU_PREFILL_BUCKETS if on_cpu else PREFILL_BUCKETS)
+    if config.batch_invariant:  # prompts are cut alike whatever else waits
+        _check_invariant(model, aux, config, strategy)
+        prefill = prefill[-1:]
     if config.prefill_buckets is None:
         prefill = tuple(size for size in prefill if size < 2 * max_len) or prefill[:1]
     prefill = _prefill_buckets(prefill, needs.prompt, max_len, S)
+    widths = config.page_buckets or _page_buckets(columns, config.page_size, S, on_cpu)
+    if config.batch_invariant:
+        widths = ()
     most = min(PROMPTS_A_PASS, TOKENS_A_PASS // prefill[0], config.max_num_seqs)
-    has_pieces = not (needs.prompt.is_full or needs.prompt.in_window)
+    has_pieces = not (needs.prompt.is_full or needs.prompt.in_window or config.batch_invariant)
     return EngineLayout(
         num_slots=config.max_num_seqs,
         num_pages=config.num_pages or 2 * config.max_num_seqs * columns,
@@ -102,14 +114,13 @@ def make_layout(
         ordered_knobs=ordered_knobs(strategy),
         stuck_text=driver.stuck_text(strategy, "{}"),
         slot_buckets=_buckets(slots, config.max_num_seqs),
-        page_buckets=_buckets(
-            config.page_buckets or _page_buckets(columns, config.page_size, S, on_cpu), columns
-        ),
+        page_buckets=_buckets(widths, columns),
         prefill_buckets=prefill,
         max_num_batched_tokens=config.max_num_batched_tokens,
         many_rows=None if on_cpu else MANY_ROWS,
         # On a CPU a dispatch is cheap, and prompts take as long together as apart.
         prompts_a_pass=max(1, most) if has_pieces and not on_cpu else 1,
+        batch_invariant=config.batch_invariant,
     )
 
 
@@ -181,6 +192,34 @@ def _check(config: EngineConfig, max_len: int, columns: int) -> None:
                 f"{name}={checks.short_repr(sizes)} holds {max(sizes)}, more than {what}, "
                 f"{limit}; leave it out"
             )
+
+
+def _check_invariant(
+    model: Model, aux: Mapping[str, Model], config: EngineConfig, strategy: Any
+) -> None:
+    """Refuse what `batch_invariant` cannot promise; kernels refuse sizes when they are compiled."""
+    W = strategy.block_size * strategy.buffer_size
+    rules = (
+        (not is_on_cpu(model) and not hopper.unsupported(), "an NVIDIA Hopper GPU"),
+        (model.split is None, "one device"),
+        (model.params["embed"].dtype == jnp.bfloat16, 'weights in bfloat16 (dtype="bfloat16")'),
+        (type(model.config) is DenseConfig, "a dense network"),
+        (
+            not any(map(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized)))
+            and model.kv_scales is None,
+            "weights and a cache that are not quantised",
+        ),
+        (not aux, "a strategy without a drafter"),
+        (W % 16 == 0, f"a window of a multiple of 16 cells, not {W}"),
+        (
+            all(len(sizes or (1,)) == 1 for sizes in (config.page_buckets, config.prefill_buckets)),
+            "one size of page_buckets and of prefill_buckets",
+        ),
+    )
+    if missing := [text for is_kept, text in rules if not is_kept]:
+        raise ValueError(
+            f"batch_invariant=True needs {'; '.join(missing)}; change that or leave it out"
+        )
 
 
 def is_on_cpu(model: Model) -> bool:

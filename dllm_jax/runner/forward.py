@@ -45,6 +45,15 @@ from dllm_jax.strategies.core.sampling import Shard, drawn_law
 from dllm_jax.strategies.core.state import ERROR, NO_TOKEN, RUNNING, DecodeState, Sampling
 
 TARGET = "target"  # name of the main model's pool
+# Back ends whose rounding of a row does not follow the number of rows, and never another.
+ONE_ROUNDING = LayerOps(
+    add_rms_norm="mosaic",
+    qkv_matmul="mosaic",
+    rotate_qkv="mosaic",
+    split_matmul="mosaic",
+    gated_matmul="mosaic",
+    one_rounding=True,
+)
 MOST_GATHERED = 256 << 20  # bytes of logits; a step gathers none but for rejection sampling
 
 
@@ -57,6 +66,8 @@ class ModelForward:
         aux: Further models by name; they share the page table.
         implementation: Attention back end, None for the best that fits.
         reads_ahead: Take `context_len`.
+        one_rounding: A row's bits do not depend on the number of slots (docs/adr/0035); kernels
+            that cannot keep that are refused.
     """
 
     def __init__(
@@ -66,8 +77,10 @@ class ModelForward:
         aux: Mapping[str, Model] | None = None,
         implementation: Any = None,
         reads_ahead: bool = True,
+        one_rounding: bool = False,
     ):
         self.model, self.pool, self._implementation = model, pool, implementation
+        self.one_rounding = one_rounding
         self._reads_ahead = reads_ahead
         self.mask_id: int = model.config.mask_token_id
         self.vocab_size: int = model.config.vocab_size
@@ -148,7 +161,8 @@ class ModelForward:
                 seen,
                 scale=scale,
                 kv_scales=scales,
-                implementation=self._implementation,
+                one_rounding=self.one_rounding,
+                implementation="mosaic" if self.one_rounding else self._implementation,
                 **how,
             )
 
@@ -163,6 +177,8 @@ class ModelForward:
             more["live"] = _between(cell, edges)
         if arch.takes_ops:
             more["ops"] = LayerOps(axis=self.axis, attends_in_groups=self.axis is None)
+            if self.one_rounding:
+                more["ops"] = ONE_ROUNDING
             if self.model.exchange is not None:
                 more["peers"] = self.model.exchange.peers
         rows, taps = arch.trunk(
@@ -202,6 +218,7 @@ class ModelForward:
             keys,
             forbidden=self.forbidden,
             shard=self.shard,
+            one_rounding=self.one_rounding,
         )
         seen = None if first_of is None else constraint.view(first_of)
         if seen is not None:
@@ -574,7 +591,8 @@ class WindowOutput(struct.PyTreeNode):
             or self.forward.shard is not None
             or not reads_ids(unembed, rows, num_top)
         ):
-            stats = read_stats(unembed, rows, sampling, keys, num_top=num_top, **of_rows)
+            how = of_rows | {"num_top": num_top, "one_rounding": self.forward.one_rounding}
+            stats = read_stats(unembed, rows, sampling, keys, **how)
         else:
             stats, plan, likeliest = in_one_pass(seen)
         stats = jax.tree.map(as_cells, stats)

@@ -40,6 +40,7 @@ class Programs(struct.PyTreeNode):
     max_output: int = struct.field(pytree_node=False)
     most_new: int = struct.field(pytree_node=False)
     implementation: str | None = struct.field(pytree_node=False)
+    one_rounding: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def window(self) -> int:
@@ -53,6 +54,7 @@ class Programs(struct.PyTreeNode):
             aux=self.aux,
             implementation=self.implementation,
             reads_ahead=self.strategy.needs.provisional_cache != "none",
+            one_rounding=self.one_rounding,
         )
 
 

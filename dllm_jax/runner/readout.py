@@ -89,6 +89,7 @@ def read_stats(
     num_top: int = 0,
     guide: tuple[Float[Array, "R D"], float] | None = None,
     shard: Shard | None = None,
+    one_rounding: bool = False,
 ) -> TokenStats:
     """Statistics of each row under its sampling, leading axis R.
 
@@ -100,6 +101,7 @@ def read_stats(
         penalty: An id a row and what its logit loses.
         guide: Rows to move away from, and how far: see `ForwardOutput.predict`.
         shard: The head is a device's part, among several devices.
+        one_rounding: A row's bits do not depend on the number of slots.
     """
     away, scale = (None, 0.0) if guide is None else guide
     of_slot = len(hidden) // len(sampling.temperature)
@@ -139,7 +141,10 @@ def read_stats(
         each = jax.tree.map(lambda leaf: jnp.repeat(leaf, of_slot), sampling)
         # Every chunk reads the head again, and a device's part of it has fewer logits a row.
         whole = FEW_ROWS * (1 if shard is None else jax.lax.axis_size(shard.axis))
-        return in_chunks(one, (hidden, each, keys, penalty, away), whole=whole)
+        rows = hidden, each, keys, penalty, away
+        if one_rounding:  # a slot at a time
+            return in_chunks(one, rows, of_slot, of_slot)
+        return in_chunks(one, rows, whole=whole)
 
     # The kernels tell a whole vocabulary.
     head = unembed if isinstance(unembed, Head) and guide is None and shard is None else None
@@ -147,7 +152,9 @@ def read_stats(
         return in_rows()
     at_once = MOSAIC_ROWS  # the most rows of one kernel call
     implementation = choose(hidden[:at_once], head.weights, num_top)
-    if implementation == "xla":
+    if one_rounding:
+        implementation = "mosaic"
+    elif implementation == "xla":
         at_once = TRITON_ROWS
         implementation = choose(hidden[:at_once], head.weights, num_top)
     if implementation == "xla":

@@ -189,6 +189,7 @@ class ModelRunner:
             max_output=layout.max_model_len,
             most_new=layout.most_new,
             implementation=implementation,
+            one_rounding=layout.batch_invariant,
         )
         # For programs that read no weights: a call looks at each of its arrays.
         self._weightless = self._programs.replace(

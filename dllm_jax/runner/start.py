@@ -71,6 +71,10 @@ def start(
         if with_constraints is None:
             with_constraints = not buckets.is_on_cpu(model)
         device.warm_up(progress, calibrate, with_constraints)
+    except NotImplementedError as error:
+        if not layout.batch_invariant:
+            raise
+        raise ValueError(f"batch_invariant=True: {error}; leave it out") from error
     except DeviceFailure as failure:
         if memory.is_out_of_memory(str(failure)):
             raise ValueError(str(failure)) from failure

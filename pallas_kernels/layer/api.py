@@ -47,9 +47,12 @@ MOSAIC_LEAST_SHARE = 0.88
 # Most rows of a product of 8 bits by Mosaic's form for many rows, measured at 1,024 rows
 # (benchmarks/results/fp8_many_check_h200.json, fp8_many_steps_h200.json).
 MOSAIC_MANY_FP8_ROWS = 1024
-# Most rows of `add_rms_norm` with Mosaic: it saves 1 % of a step at 128 and at 1024 rows; more were
-# not measured.
-MOSAIC_ROWS = 2**20
+# Most rows of `add_rms_norm` with Mosaic: it saves 1 % of a step at 128 and at 1024 rows.
+MOSAIC_ROWS = 1024
+# Most rows of a product of 16 bits by Mosaic's form for many rows. A step of SDAR-1.7B on an H200
+# with it and Mosaic's norm, ms, and by XLA: 512 rows 3.60 / 3.77, 1,024 rows 6.60 / 6.79, 2,048
+# rows 11.9 / 11.7, 4,096 rows 24.5 / 23.1 to 23.4 (benchmarks/results/few_programs_h200.json).
+MOSAIC_PRODUCT_ROWS = 1024
 # Most rows of `quantize_rows` with Mosaic: 3.6 us at 1,024 (H200); XLA takes 36 at 4,096.
 MOSAIC_ROUNDED_ROWS = 4096
 # Columns of gate and up together for a thread block of `gated_matmul`, in order of preference.
@@ -64,6 +67,7 @@ class LayerOps:
     Attributes:
         axis: The axis of a mesh whose devices each have a part of the weights; None: one device.
         attends_in_groups: The attention between takes `is_quantized`.
+        one_rounding: A row's bits do not depend on the number of rows; see `qkv_matmul`.
     """
 
     add_rms_norm: Implementation | None = None
@@ -76,6 +80,7 @@ class LayerOps:
     choose_experts: Literal["xla", "mosaic"] | None = None
     axis: str | None = None
     attends_in_groups: bool = False
+    one_rounding: bool = False
 
 
 def add_rms_norm(
@@ -91,7 +96,8 @@ def add_rms_norm(
 
     Args:
         y: Rows of any float type, or the float32 parts that `split_matmul` returns, which are
-            added first; or several of these, and of `RoutedRows`. The sum is rounded once.
+            added first, and rounded; or several of these, and of `RoutedRows`, whose sum is
+            rounded once, with `x`.
         is_quantized: The norm is rounded once more, to 8 bits: a product with an `Fp8Matrix`
             follows.
         implementation: "xla" (any device), "triton" (NVIDIA GPU), "mosaic" (Hopper, 16-bit, jax
@@ -277,6 +283,7 @@ def qkv_matmul(
     w: Float[Array, "D G n+2 H"] | Fp8Matrix,
     *,
     dtype: jax.typing.DTypeLike | None = None,
+    one_rounding: bool = False,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*M G n+2 H"] | Float[Array, "X *M G n+2 H"]:
     """`x @ w` for `rotate_qkv`: in `dtype`, or float32 parts that add up to it.
@@ -284,8 +291,10 @@ def qkv_matmul(
     Args:
         x: Rows; with an `Fp8Matrix` they are rounded to 8 bits if they are not yet.
         dtype: With an `Fp8Matrix`, the type of the rows that come out; None for that of `x`.
-        implementation: "xla" (any device), "mosaic" (Hopper, 16-bit, jax 0.11; at most 128 rows),
-            or None for the faster one.
+        one_rounding: With "mosaic" and 16 bits, sums are added up in as many segments of the depth
+            whatever the number of rows: a row's bits are its own.
+        implementation: "xla" (any device), "mosaic" (Hopper, 16-bit, jax 0.11; up to 128 rows, or a
+            multiple of 128), or None for the faster one.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
@@ -294,7 +303,7 @@ def qkv_matmul(
         out = split_matmul(x, w.flat, dtype=dtype, implementation=implementation)
         return out.reshape(*out.shape[:-1], *w.shape[1:])
     assert isinstance(x, jax.Array)
-    kernel = _product(x, w.reshape(w.shape[0], -1))
+    kernel = _product(x, w.reshape(w.shape[0], -1), one_rounding)
 
     def own(x: Array, w: Array) -> Array:
         out = kernel.run(x, w.reshape(w.shape[0], -1))
@@ -307,21 +316,25 @@ def qkv_matmul(
     return dispatch.run(implementation, back_ends, x, w)
 
 
-def _product(x: Array, w: Array) -> BackEnd:
+def _product(x: Array, w: Array, one_rounding: bool) -> BackEnd:
     """The product of 16 bits by Mosaic: float32 parts of few rows, rows where there are many."""
-    if _num_rows(x) <= mosaic.MOST_ROWS:
-        tiling = mosaic.choose_tiling(x, w)
+    rows, segments = _num_rows(x), mosaic.segments(w) if one_rounding else None
+    if rows <= mosaic.MOST_ROWS:
+        tiling = mosaic.choose_tiling(x, w, splits=segments)
         reason = mosaic.unsupported(x) or mosaic.unsupported_product(x, w, tiling)
         run = functools.partial(mosaic.split_matmul, tiling=tiling)
         return BackEnd(run, reason, _is_within(w, MOSAIC_WEIGHTS))
+    segments = segments or 1
     reason = mosaic.unsupported(x) or mosaic_many.unsupported_product(x, w)
-    columns = 0 if reason else mosaic_many.product_columns(_num_rows(x), w)
+    columns = 0 if reason else mosaic_many.product_columns(rows, w, segments)
 
     def many(x: Array, w: Array) -> Array:
-        out = mosaic_many.matmul(x.reshape(-1, x.shape[-1]), w, columns=columns)
+        flat = x.reshape(-1, x.shape[-1])
+        out = mosaic_many.matmul(flat, w, columns=columns, segments=segments)
         return out.reshape(*x.shape[:-1], -1)
 
-    return BackEnd(many, reason, _is_within(w, MOSAIC_WEIGHTS))
+    is_fast = rows <= MOSAIC_PRODUCT_ROWS and _is_within(w, MOSAIC_WEIGHTS)
+    return BackEnd(many, reason, is_fast)
 
 
 def split_matmul(
@@ -330,17 +343,18 @@ def split_matmul(
     *,
     dtype: jax.typing.DTypeLike | None = None,
     axis: str | None = None,
+    one_rounding: bool = False,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*M N"] | Float[Array, "X *M N"]:
     """`x @ w` for `add_rms_norm`: rows in `dtype`, or float32 parts that add up to them.
 
     Args:
-        x, dtype: As in `qkv_matmul`.
+        x, dtype, one_rounding: As in `qkv_matmul`.
         axis: The axis of a mesh whose devices each have a part of K and want their share of the
             sum. With an `Fp8Matrix` the parts of a row then have one scale, which crosses devices.
         implementation: "xla" (any device; rows), "triton" (NVIDIA GPU, 16-bit; parts), "mosaic"
-            (Hopper, 16-bit, jax 0.11; at most 128 rows, and a multiple of 128 with an
-            `Fp8Matrix`), or None for the fastest, addition included.
+            (Hopper, 16-bit, jax 0.11; up to 128 rows, or a multiple of 128), or None for the
+            fastest, addition included.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
@@ -357,7 +371,7 @@ def split_matmul(
     assert isinstance(x, jax.Array)
     tiling = choose_tiling(x, w)
     back_ends = {
-        "mosaic": _product(x, w),
+        "mosaic": _product(x, w, one_rounding),
         "triton": BackEnd(
             functools.partial(triton.split_matmul, tiling=tiling),
             triton.unsupported_type(x) or triton.unsupported_product(x, w, tiling),

@@ -127,12 +127,13 @@ def unsupported_product(x: Array, w: Array | Fp8Matrix, tiling: Tiling | None) -
 
 
 def choose_tiling(
-    x: Array,
+    x: Array | jax.ShapeDtypeStruct,
     w: Array | Fp8Matrix,
     columns: tuple[int, ...] = (_STEP,),
     is_gated: bool = False,
     dtype: Any = None,
     groups: int = 1,
+    splits: int | None = None,
 ) -> Tiling | None:
     """A tile for `x @ w`, of `w` as [K N]; None: there is none with whole tiles.
 
@@ -144,6 +145,7 @@ def choose_tiling(
         is_gated: Half as many columns come out, and no parts.
         dtype: Type of the rows that come out; None for that of `x`.
         groups: Scales of a row in 8 bits.
+        splits: Parts of the depth, where they are given (`segments`).
     """
     K, N = w.shape
     consumers = -(-_num_rows(x) // _ROWS)
@@ -164,21 +166,31 @@ def choose_tiling(
             continue
         most = 1 if is_gated else min(MULTIPROCESSORS // blocks, _MOST_SPLITS)
         for depth in depths:
-            splits = next((n for n in range(most, 0, -1) if K % (n * depth) == 0), 0)
-            if not splits or (groups > 1 and depth * groups % K):  # of whole groups
+            several = range(most, 0, -1) if splits is None else (splits,)
+            parts = next((n for n in several if K % (n * depth) == 0), 0)
+            if not parts or (groups > 1 and depth * groups % K):  # of whole groups
                 continue
-            kind = _dtype(dtype or x.dtype, splits)
+            kind = _dtype(dtype or x.dtype, parts)
             staged = rows * (width // 2 if is_gated else width) * kind.itemsize
             staged = staged if _is_staged(_num_rows(x), kind) else 0
-            staged += (rows * -(-groups // splits) + width) * 4 if is_8_bit else 0  # their scales
+            staged += (rows * -(-groups // parts) + width) * 4 if is_8_bit else 0  # their scales
             step = depth * itemsize
             stages = (SHARED_BYTES - staged) // ((rows + width) * step)
-            in_flight = _IN_FLIGHT_BYTES // ((asked + width) * step * blocks * splits)
+            in_flight = _IN_FLIGHT_BYTES // ((asked + width) * step * blocks * parts)
             stages = min(stages, in_flight, _MOST_STAGES)
             if is_gated and depth > line and stages < _LEAST_DEEP:
                 continue
-            return Tiling(columns=width, depth=depth, stages=stages, splits=splits)
+            return Tiling(columns=width, depth=depth, stages=stages, splits=parts)
     return None
+
+
+def segments(w: Array) -> int:
+    """In how many parts of its depth each sum of a product with `w` [K N] is added up.
+
+    It depends on the matrix alone, so that the bits of a row do not depend on the number of rows.
+    """
+    tiling = choose_tiling(jax.ShapeDtypeStruct((MOST_ROWS, len(w)), w.dtype), w)
+    return 1 if tiling is None else tiling.splits
 
 
 @lowered_once(static_argnames=("tiling", "dtype", "interpret"))
@@ -233,8 +245,12 @@ def gated_matmul(
         def rounded(first):
             return sums[:, first : first + W].astype(kind).astype(jnp.float32)
 
+        def silu(gate):  # as in `mosaic_many`
+            root = jax.lax.rsqrt(1 + jnp.exp(-gate))
+            return gate * (root * root)
+
         turns = [(rounded(i), rounded(i + W)) for i in range(0, tiling.columns, 2 * W)]
-        return [(gate / (1 + jnp.exp(-gate)) * up).astype(kind) for gate, up in turns]
+        return [(silu(gate) * up).astype(kind) for gate, up in turns]
 
     def run(x, w):
         M = _row_shape(x)
@@ -547,7 +563,11 @@ def _add_rms_norm(x, scale, *refs, groups, eps):
             results, place, weights = own
             addends.append(weighted(results, place, weights, row, layout))
         else:
-            addends += [load(own[0].at[i, row]) for i in range(own[0].shape[0])]
+            parts = [load(own[0].at[i, row]) for i in range(own[0].shape[0])]
+            whole = functools.reduce(jnp.add, parts)
+            # A product of many rows is rounded before it comes here.
+            is_alone = len(groups) == 1
+            addends.append(whole.astype(x.dtype).astype(jnp.float32) if is_alone else whole)
     kept = (load(x.at[row]) + functools.reduce(jnp.add, addends)).astype(x.dtype)
     store_normed(kept, load(scale), row, out, eps)
 
@@ -725,5 +745,5 @@ def _is_staged(num_rows: int, dtype: jnp.dtype) -> bool:
     return num_rows % _ROWS > 0 or dtype.itemsize <= 2
 
 
-def _num_rows(x: Array) -> int:
+def _num_rows(x: Array | jax.ShapeDtypeStruct) -> int:
     return x.size // x.shape[-1]

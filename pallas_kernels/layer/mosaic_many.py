@@ -1,9 +1,9 @@
 """Pallas Mosaic kernels for NVIDIA Hopper: products of many rows; gate, up and SiLU in one launch.
 
 A product of many rows takes as long as the tensor cores do. XLA reads and writes the result of gate
-and up once more for SiLU, and chooses a library's kernel, and with it an order of sums, by the
-number of rows. Here every sum is one chain in rising depth, whatever the rows and tiles. As many blocks of threads as run at once take the tiles
-of the result in turns. One warpgroup loads, by TMA through a ring of buffers; two multiply, and
+and up once more for SiLU, and takes a library's kernel, whose order of sums follows the number of
+rows; here it follows the matrix alone. As many blocks of threads as run at once take the tiles of
+the result in turns. One warpgroup loads, by TMA through a ring of buffers; two multiply, and
 finish a tile, rounded, while the tensor cores are at the first steps of the next. Roundings to 16
 bits are those of the reference, but for SiLU's own.
 
@@ -100,12 +100,15 @@ def choose_columns(x: Array, w: Array | Fp8Matrix) -> tuple[int, float]:
     return next((columns, share) for columns, share in shares.items() if share > best - _CLOSE)
 
 
-def product_columns(rows: int, w: Array) -> int:
-    """Columns of a tile of `matmul` in 16 bits: the widest that fill the chip, in several rounds."""
+def product_columns(rows: int, w: Array, segments: int) -> int:
+    """Columns of a tile of `matmul` in 16 bits: the most that fill the chip in several rounds.
+
+    With segments the registers hold sums of 128 columns, and as many totals.
+    """
     shares = {}
     for columns in (n for n in _PRODUCT_COLUMNS if w.shape[1] % n == 0):
         tiles = rows // _TILE * w.shape[1] // columns
-        if columns <= _TILE or tiles > MULTIPROCESSORS:
+        if columns <= _TILE or (tiles > MULTIPROCESSORS and segments == 1):
             shares[columns] = tiles / (MULTIPROCESSORS * -(-tiles // MULTIPROCESSORS))
     best = max(shares.values())
     return next(columns for columns, share in shares.items() if share > best - _CLOSE)
@@ -143,23 +146,35 @@ def gated_matmul(
     return jax.custom_batching.sequential_vmap(run)(x, w)
 
 
-@lowered_once(static_argnames=("columns", "dtype", "blocks", "interpret"))
+@lowered_once(static_argnames=("columns", "segments", "dtype", "blocks", "interpret"))
 def matmul(
     x: Float[Array, "*M K"] | Fp8Rows,
     w: Float[Array, "K N"] | Fp8Matrix,
     *,
     columns: int,
+    segments: int = 1,
     dtype: Any = None,
     blocks: int = MULTIPROCESSORS,
     interpret: Any = None,
 ) -> Float[Array, "*M N"]:
-    """`x @ w` of two axes; other arguments as in `gated_matmul`."""
-    sizes = {"columns": columns, "dtype": dtype, "blocks": blocks, "interpret": interpret}
+    """`x @ w` of two axes; other arguments as in `gated_matmul`.
+
+    Args:
+        segments: Parts of the depth that are summed up apart and then added in order, as
+            `mosaic.split_matmul` and its reader do; with 16 bits alone.
+    """
+    sizes = {
+        "columns": columns,
+        "segments": segments,
+        "dtype": dtype,
+        "blocks": blocks,
+        "interpret": interpret,
+    }
     run = functools.partial(_launch, "matmul", width=w.shape[1], piece=_PIECE, **sizes)
     return jax.custom_batching.sequential_vmap(run)(x, w)
 
 
-def _launch(name, x, w, *, width, piece, columns, dtype, blocks, interpret):
+def _launch(name, x, w, *, width, piece, columns, dtype, blocks, interpret, segments=1):
     """`x` times `w`, gated or not, as rows of `width` numbers that are made a `piece` at a time."""
     scales, is_gated = (), name == "gated_matmul"
     if isinstance(x, Fp8Rows):
@@ -193,6 +208,7 @@ def _launch(name, x, w, *, width, piece, columns, dtype, blocks, interpret):
     tiles = len(rows) // _TILE * (width // out[-1])
     names = (*("of_rows", "of_columns")[: len(scales)], "result", *scratch)
     sizes = {"tiles": tiles, "columns": columns, "W": piece, "is_gated": is_gated}
+    sizes["segments"] = segments
     out = hopper.kernel(
         functools.partial(_multiply, names=names, **sizes),
         out_type=jax.ShapeDtypeStruct((len(rows), width), kind),
@@ -218,7 +234,7 @@ def origin(tile: Array, down: int, across: int) -> tuple[Array, Array]:
     return band * _BAND + jax.lax.rem(place, height), jax.lax.div(place, height)
 
 
-def _multiply(x, w, *refs, names, tiles, columns, W, is_gated):
+def _multiply(x, w, *refs, names, tiles, columns, W, is_gated, segments):
     """One thread block: a tile of the result, then the tile `blocks` further on."""
     scratch = dict(zip(names, refs, strict=True))
     out, is_scaled = scratch["result"], "scaled" in scratch
@@ -330,6 +346,44 @@ def _multiply(x, w, *refs, names, tiles, columns, W, is_gated):
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(scratch["used"].at[last])
         return slot, rounded(sums[...], i & 1)
+
+    def segment(_, carry):
+        slot, total = carry
+
+        def run(sums):
+            def step(k, slots):
+                slot, last = slots
+                plgpu.barrier_wait(scratch["loaded"].at[slot])
+                plgpu.wgmma(sums, scratch["rows"].at[slot, warpgroup], scratch["weights"].at[slot])
+                plgpu.wgmma_wait(1)
+                pl.when(k > 0)(lambda: plgpu.barrier_arrive(scratch["used"].at[last]))
+                return after(slot), slot
+
+            following, last = jax.lax.fori_loop(0, steps // segments, step, (slot, slot))
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(scratch["used"].at[last])
+            return following, sums[...]
+
+        slot, part = pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((_ROWS, columns), jnp.float32))
+        return slot, total + part
+
+    def compute_segments(i, slot):
+        nothing = plgpu.layout_cast(jnp.zeros((_ROWS, columns), jnp.float32), plgpu.Layout.WGMMA)
+        slot, total = jax.lax.fori_loop(0, segments, segment, (slot, nothing))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staged[...] = total.astype(out.dtype)
+        store(i)
+        return slot
+
+    if segments > 1:
+
+        @pl.when(warpgroup < _CONSUMERS)
+        def _():
+            plgpu.set_max_registers(232, action="increase")
+            jax.lax.fori_loop(0, count, compute_segments, zero)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        return
 
     def compute_tile(i, carry):
         slot, before = carry  # the first step has no tile before it to store

@@ -17,6 +17,7 @@ from ..dispatch import BackEnd
 from ..layer.fp8 import Fp8Groups
 from . import cudnn, mosaic, reference, triton
 from .mask import WindowMask
+from .mosaic_tiling import choose_tiling
 
 Implementation = Literal["xla", "cudnn", "triton", "mosaic"]
 
@@ -33,6 +34,7 @@ TRITON_ROWS = 128
 # SDAR-1.7B on an H200, ms a step, XLA / cuDNN: 0.4 M scores 1.98 / 2.53, 1.8 M 2.88 / 3.31,
 # 14 M 11.1 / 8.8 (benchmarks/results/step_time_h200_back_ends.json).
 XLA_SCORES = 4_000_000
+ALIKE = 32  # sequences for which `one_rounding` divides keys
 
 
 def paged_attention(
@@ -47,6 +49,7 @@ def paged_attention(
     scale: float | None = None,
     kv_scales: Float[Array, "2 G"] | None = None,
     is_quantized: bool = False,
+    one_rounding: bool = False,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T N H"] | Fp8Groups:
     """Attention of the window's rows over cached pages and fresh keys, softmax in float32.
@@ -62,6 +65,8 @@ def paged_attention(
             head is multiplied by. Powers of two (`kv_write.fp8`).
         is_quantized: Rows may come out in 8 bits, each head of a row with a scale of its own; they
             do where the kernel rounds them in the same launch.
+        one_rounding: With "mosaic", keys are divided alike for any number of sequences: a row's
+            bits are its own.
         implementation: "xla" (any device, the reference), "cudnn" and "triton" (NVIDIA GPU,
             16-bit), "mosaic" (Hopper, bfloat16, jax 0.11), or None for the fastest that supports
             the arguments.
@@ -73,10 +78,13 @@ def paged_attention(
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
     back_ends = _back_ends(q, k_pages, page_table, mask)
+    own = back_ends["mosaic"]
     if is_quantized:
-        own = back_ends["mosaic"]
-        run = functools.partial(own.run, is_quantized=True)
-        back_ends["mosaic"] = own._replace(run=run)
+        own = own._replace(run=functools.partial(own.run, is_quantized=True))
+    if one_rounding and not own.unsupported:
+        tiling = choose_tiling(q, k_pages, page_table, ALIKE)
+        own = own._replace(run=functools.partial(own.run, tiling=tiling))
+    back_ends["mosaic"] = own
     arguments = (q, k, v, k_pages, v_pages, page_table, mask)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return dispatch.run(implementation, back_ends, *arguments, scale=scale, kv_scales=kv_scales)

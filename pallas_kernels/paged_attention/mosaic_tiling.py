@@ -82,13 +82,19 @@ class Tiling:
         return self.splits * (2 if self.shares_keys else 1)
 
 
-def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
+def choose_tiling(
+    q: Array, k_pages: Array, page_table: Array, sequences: int | None = None
+) -> Tiling:
     """The tile that a model of the run time, fitted to an H200, rates fastest for these shapes.
 
     Of contexts it knows the most that the page table holds. With several sequences it takes the
     mean of two cases: all as long as that, and a quarter of it on average.
+
+    Args:
+        sequences: Choose as for so many, whatever their number; None: as for those of `q`.
     """
     B, T, N, H = q.shape
+    B = sequences or B
     G, Z = k_pages.shape[1:3]
     chunk = math.gcd(T, ROWS)
     warpgroups = -(-(N // G) * (T // chunk) // (ROWS // chunk))

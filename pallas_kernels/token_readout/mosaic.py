@@ -125,18 +125,14 @@ def unsupported_law(hidden: Array, head: Array | Fp8Head) -> str | None:
 
 
 def choose_tiling(num_rows: int, num_ids: int) -> Tiling:
-    """Of the tiles measured to be fastest, the one that leaves fewer blocks idle.
+    """Tiles of one width, so that a row's statistics do not depend on the number of rows.
 
     On an H200, SDAR-1.7B, us with 256 and with 192 ids: 128 rows 170 and 165, 256 rows 246 and 257,
     1,024 rows 904 and 911 (benchmarks/results/readout_mosaic_h200.json).
     """
     row_tiles = -(-num_rows // _TILE_ROWS)
     shared: Literal["head", "rows"] = "rows" if row_tiles % 2 else "head"
-
-    def cost(ids):
-        return -(-row_tiles * -(-num_ids // ids) // _MULTIPROCESSORS) * (ids + _TILE_IDS)
-
-    ids = min((ids for ids in _STAGES if ids <= num_ids), key=cost)
+    ids = next(ids for ids in _STAGES if ids <= num_ids)
     return Tiling(ids=ids, stages=_STAGES[ids], shared=shared)
 
 
