@@ -12,6 +12,7 @@ import itertools
 import pytest
 
 from dllm_jax.engine.layout import EngineConfig
+from dllm_jax.runner import warmup
 from dllm_jax.runner.buckets import make_layout
 from dllm_jax.strategies import AR, MultiBD, Needs
 from tests.contract import models, toys
@@ -47,6 +48,14 @@ def test_slot_buckets_pad_at_most_twofold_on_an_accelerator(most, on_accelerator
         assert next(size for size in buckets if size >= rows) <= 2 * rows
 
 
+def test_32_slots_of_an_accelerator_need_twelve_programs(on_accelerator):
+    """Each is compiled before the engine is ready: six decodes, three passes, three small ones."""
+    made = layout(model=models.plain(max_position=2048), max_num_seqs=32)
+    assert made.slot_buckets == (1, 4, 8, 16, 24, 32)
+    names = [work.name for work in warmup.every_program(made, 5)]
+    assert len(names) == 12, names
+
+
 @pytest.mark.parametrize("most", [1, 3, 8, 64, 100])
 def test_slot_buckets_on_the_cpu_are_fewer_and_end_with_every_slot(most):
     buckets = layout(max_num_seqs=most).slot_buckets
@@ -79,12 +88,23 @@ def test_page_buckets_cover_the_longest_text_and_its_last_block(page_size, block
     assert list(made.page_buckets) == sorted(set(made.page_buckets))
 
 
-def test_page_buckets_of_long_texts_grow_fourfold():
+def test_page_buckets_of_long_texts_grow_fourfold_on_the_cpu():
     model = models.plain(max_position=32768)
     made = layout(model=model, page_size=64)
     assert made.page_buckets == (16, 64, 256, 513)
     # None is close below the last one.
     assert layout(model=model, page_size=64, max_model_len=64 * 65).page_buckets == (16, 66)
+
+
+@pytest.mark.parametrize(
+    ("max_len", "buckets"), [(512, (9,)), (2048, (33,)), (2560, (41,)), (2624, (33, 42))]
+)
+def test_an_accelerator_has_one_page_bucket_and_for_long_texts_two(max_len, buckets, on_accelerator):
+    """Attention cuts one slot's context by the width: 2,048 tokens keep the cuts of their own."""
+    model = models.plain(max_position=32768)
+    assert layout(model=model, max_model_len=max_len).page_buckets == buckets
+    every = layout(model=model, max_model_len=max_len, page_size=1).page_buckets
+    assert every == tuple(sorted({*(2080,) * (len(buckets) - 1), max_len + 32}))
 
 
 def test_the_default_page_may_be_longer_than_a_text():
@@ -122,7 +142,7 @@ def test_prefill_buckets_of_full_modes_cover_every_prompt(prompt, max_len):
 
 def test_long_passes_are_for_accelerators(on_accelerator):
     model = models.plain(max_position=4096)
-    assert layout(model=model).prefill_buckets == (128, 256, 512, 1024)
+    assert layout(model=model).prefill_buckets == (128, 512)
     assert layout(model=model, max_model_len=64).prefill_buckets == (128,)
 
 

@@ -1,7 +1,7 @@
 """Proves what accelerators do differently for many slots, on a CPU.
 
-The programs without command buffers, with one around all steps, and without XLA's own products give
-the tokens, finish reasons and forwards of the usual one. The first runs from
+Programs compiled without command buffers, with one around all steps, and without XLA's own products
+give the tokens, finish reasons and forwards of the usual ones. The first runs from
 `EngineLayout.many_rows` on, the second for one slot, the third where blocks are wide. A few rows
 with long contexts run beside the others within their share (`rounds.BESIDE`), and the others run
 enough steps for one of theirs to fit. The host loop, which imports no JAX, knows the device's codes
@@ -42,14 +42,18 @@ CONFIG = EngineConfig(
 )
 
 
-def texts(many_rows: int | None) -> tuple[dict[str, tuple], list]:
+def make_runner(many_rows: int | None = None) -> ModelRunner:
     model = models.plain()
     layout = buckets.make_layout(model, STRATEGY, {}, CONFIG)
-    device = ModelRunner(
-        model, split_knobs(STRATEGY)[0], {}, dataclasses.replace(layout, many_rows=many_rows)
-    )
-    ran, call = [], device._call
-    device._call = lambda one: ran.append(one.program) or call(one)
+    layout = dataclasses.replace(layout, many_rows=many_rows)
+    return ModelRunner(model, split_knobs(STRATEGY)[0], {}, layout)
+
+
+def texts(many_rows: int | None) -> tuple[dict[str, tuple], dict[tuple[str, ...], Any]]:
+    """What four requests end with, and the options of decode and prefill by kind and rows."""
+    device = make_runner(many_rows)
+    ran, call = {}, device._call
+    device._call = lambda one: ran.update({one.name[:2]: one.options}) or call(one)
     made = Engine(device)
     rng = np.random.default_rng(2)
     for number in range(4):
@@ -61,52 +65,46 @@ def texts(many_rows: int | None) -> tuple[dict[str, tuple], list]:
         for one in made.step():
             text = one.outputs[0]
             ended[one.request_id] = (text.token_ids, text.finish_reason, one.metrics.nfe)
-    return ended, ran
+    return ended, {name: options for name, options in ran.items() if len(name) == 2}
+
+
+MANY, LOOP, NOTHING = programs.MANY_ROWS, programs.RECORDED_LOOP, programs.NOTHING_RECORDED
 
 
 @pytest.mark.slow
-def test_many_slots_and_wide_blocks_have_the_tokens_of_few(monkeypatch) -> None:
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_many_slots_and_wide_blocks_have_the_tokens_of_few(is_wide, monkeypatch) -> None:
+    one, several, prompt = ("decode", "1"), ("decode", "3"), ("prefill", "1")
     usual, ran = texts(None)
-    forms = {programs.decode, programs.decode_whole, programs.decode_wide, programs.decode_many}
-    prefills = {programs.prefill, programs.prefill_wide}
-    assert (forms | prefills) & set(ran) == {programs.decode, programs.prefill}
-    assert len({form.__wrapped__ for form in forms}) == 1
+    assert ran == {one: {}, several: {}, prompt: MANY}
+    monkeypatch.setattr(runner, "WIDE", STRATEGY.block_size + (not is_wide))
+    other, ran = texts(3)
+    assert other == usual
+    wanted = {one: LOOP, several: MANY | NOTHING, prompt: MANY}
+    wide = {one: MANY | LOOP, several: MANY | NOTHING, prompt: MANY | NOTHING}
+    assert ran == (wide if is_wide else wanted)
+
+
+def test_options_of_the_compiler(monkeypatch) -> None:
+    """Many rows are left to libraries, and a recorded loop is of one slot without grammars."""
+    device = make_runner(many_rows=8)
+    options = device._options
+    assert MANY == {"xla_gpu_enable_triton_gemm": False}
+    assert "CONDITIONAL,WHILE" in LOOP["xla_gpu_enable_command_buffer"]
+    assert [options(count, False) for count in (1, 4, 8)] == [LOOP, {}, MANY | NOTHING]
+    assert [options(count, True) for count in (1, 4, 8)] == [{}, {}, MANY | NOTHING]
+    device.is_profiled = True  # a profile holds no launch of a recorded loop
+    assert options(1, False) == {}
     monkeypatch.setattr(runner, "WIDE", STRATEGY.block_size)
-    other, ran = texts(3)
-    assert other == usual
-    # One slot is not many.
-    wanted = {programs.decode_wide, programs.decode_many, programs.prefill_wide}
-    assert (forms | prefills) & set(ran) == wanted
-    monkeypatch.setattr(runner, "WIDE", STRATEGY.block_size + 1)
-    other, ran = texts(3)
-    assert other == usual
-    wanted = {programs.decode_whole, programs.decode_many, programs.prefill}
-    assert (forms | prefills) & set(ran) == wanted
-
-
-def test_many_rows_are_left_to_libraries_whatever_the_autotuner_times() -> None:
-    def options(program: Any) -> dict[str, Any]:
-        return dict(program._jit_info.compiler_options_kvs)
-
-    assert options(programs.decode_many)["xla_gpu_enable_triton_gemm"] is False
-    assert options(programs.prefill) == {"xla_gpu_enable_triton_gemm": False}
-    assert options(programs.decode_wide)["xla_gpu_enable_triton_gemm"] is False
-    assert options(programs.decode_wide_seen) == options(programs.prefill)
-    assert options(programs.prefill_wide) == options(programs.decode_many)
-    assert options(programs.decode) == {}
-    whole = options(programs.decode_whole)
-    assert options(programs.decode_wide) == whole | options(programs.prefill)
-    assert "CONDITIONAL,WHILE" in whole["xla_gpu_enable_command_buffer"]
-    names = ("prefill", "prefill_wide", "decode", "decode_whole", "decode_wide", "decode_many")
-    kept = [getattr(programs, name) for name in names]
-    assert [programs.OPTIONS.get(one, {}) for one in kept] == [options(one) for one in kept]
+    assert options(1, False) == MANY
+    assert options(1, True) == MANY | LOOP
+    device.is_profiled = False
+    assert [options(count, False) for count in (1, 4, 8)] == [MANY | LOOP] * 2 + [MANY | NOTHING]
 
 
 def test_prompts_in_the_cache_cost_no_program_beside_their_steps() -> None:
     """Also where they fill the rows for fresh requests up: a dispatch is 0.7 ms on an H200."""
-    model, size = models.plain(), CONFIG.max_num_seqs
-    layout = buckets.make_layout(model, STRATEGY, {}, CONFIG)
-    made = Engine(ModelRunner(model, split_knobs(STRATEGY)[0], {}, layout))
+    size, made = CONFIG.max_num_seqs, Engine(make_runner())
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, models.MASK, 16).tolist() for _ in range(size)]
     ran, call = [], made.runner._call
