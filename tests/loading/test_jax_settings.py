@@ -18,6 +18,7 @@ import pytest
 from etils import epath
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
+import dllm_jax as dj
 from dllm_jax.loading.jax_settings import MOST_BYTES, cache_folder, enable_compile_cache
 
 SETTINGS = (
@@ -138,14 +139,19 @@ def test_an_entry_is_unpacked_once(monkeypatch):
 
 
 @pytest.mark.versions
-def test_the_folder_is_locked_and_bounded_unless_the_user_chose(monkeypatch):
+def test_the_folder_is_locked_and_bounded_unless_the_user_chose(tmp_path):
     turn_on()
     assert getattr(jax.config, SETTINGS[0]) == str(cache_folder())
     assert getattr(jax.config, SETTINGS[1]) == MOST_BYTES
+    own, before = str(tmp_path / "mine"), getattr(jax.config, SETTINGS[2])
+    jax.config.update("jax_compilation_cache_dir", own)
+    enable_compile_cache()
+    assert [getattr(jax.config, name) for name in SETTINGS[::2]] == [own, before]
     jax.config.update("jax_compilation_cache_dir", None)
     jax.config.update("jax_compilation_cache_max_size", 1000)
-    enable_compile_cache()
-    assert getattr(jax.config, SETTINGS[1]) == 1000
+    with pytest.raises(ValueError, match="is no built-in model"):
+        dj.LLM("builtin:nobody")  # the cache is set up before anything is loaded
+    assert [getattr(jax.config, name) for name in SETTINGS[:2]] == [str(cache_folder()), 1000]
 
 
 @pytest.mark.versions

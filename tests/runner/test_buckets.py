@@ -11,6 +11,7 @@ import itertools
 
 import pytest
 
+import dllm_jax as dj
 from dllm_jax.engine.layout import EngineConfig
 from dllm_jax.runner import warmup
 from dllm_jax.runner.buckets import make_layout
@@ -56,6 +57,14 @@ def test_32_slots_of_an_accelerator_need_twelve_programs(on_accelerator):
     assert len(names) == 12, names
 
 
+def test_the_built_in_model_needs_few_programs_on_a_cpu():
+    """A count, because seconds depend on the machine: the state and seven more, 23 CPU seconds."""
+    names = [
+        work.name for work in warmup.every_program(layout(model=dj.load("builtin:tiny-sdar")), 5)
+    ]
+    assert len(names) <= 7, names
+
+
 @pytest.mark.parametrize("most", [1, 3, 8, 64, 100])
 def test_slot_buckets_on_the_cpu_are_fewer_and_end_with_every_slot(most):
     buckets = layout(max_num_seqs=most).slot_buckets
@@ -99,7 +108,9 @@ def test_page_buckets_of_long_texts_grow_fourfold_on_the_cpu():
 @pytest.mark.parametrize(
     ("max_len", "buckets"), [(512, (9,)), (2048, (33,)), (2560, (41,)), (2624, (33, 42))]
 )
-def test_an_accelerator_has_one_page_bucket_and_for_long_texts_two(max_len, buckets, on_accelerator):
+def test_an_accelerator_has_one_page_bucket_and_for_long_texts_two(
+    max_len, buckets, on_accelerator
+):
     """Attention cuts one slot's context by the width: 2,048 tokens keep the cuts of their own."""
     model = models.plain(max_position=32768)
     assert layout(model=model, max_model_len=max_len).page_buckets == buckets

@@ -1,0 +1,177 @@
+"""Programs of structured output, which a thread compiles while the engine serves (issue 46).
+
+Proves that a request with a grammar waits for its programs and no other request does, that a larger
+bucket of grammars has programs of its own, that a failed compilation ends its requests alone, and
+that `close`, a dropped runner and the end of the process end the thread.
+"""
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dllm_jax.engine.engine import PROGRAMS_WAIT_S, Engine
+from dllm_jax.runner import background, grammars, warmup
+from tests.contract import models
+from tests.contract.cases import case
+from tests.contract.engine import ends, make_device, wanted, wish
+from tests.structured.test_constrained_engine import STOP, TOYS, _bound
+from tests.structured.toys import random_toy
+
+NAME, LONG_S = "multi_bd", 120
+FREE = case(NAME).requests[0]
+LARGE = random_toy(np.random.default_rng(0), models.VOCAB, STOP, (models.MASK,), 100, 5)
+
+
+def bound(toy=TOYS[0]):
+    return _bound(NAME, toy, 2)
+
+
+def run(engine, *names):
+    """Step until these requests have ended."""
+    done, until = {}, time.monotonic() + LONG_S
+    while not done.keys() >= {*names}:
+        assert time.monotonic() < until
+        done |= {output.request_id: output for output in engine.step()}
+    return [done[name] for name in names]
+
+
+def assert_keeps(output, toy=TOYS[0]):
+    (text,) = output.outputs
+    assert (output.error, text.constraint_met) == (None, True)
+    assert toy.may_end(toy.after(toy.start, text.token_ids))
+
+
+@pytest.fixture(scope="module")
+def warm():
+    made = make_device(NAME, allocate=False)
+    made._options = lambda *_: {"xla_backend_optimization_level": 0}  # compiled in half the time
+    made.warm_up()
+    return made
+
+
+@pytest.fixture
+def go(warm, monkeypatch):
+    """The thread has compiled no program of grammars, and compiles none until this is set."""
+    known, compile_program, go = dict(warm.compiled), warm.compile_program, threading.Event()
+
+    def waits(call):
+        assert go.wait(LONG_S)
+        if call.name not in known:
+            compile_program(call)
+        warm.compiled.setdefault(call.name, known.get(call.name))
+
+    plain = {name: one for name, one in known.items() if "grammars" not in name[0]}
+    for name, value in (("compile_program", waits), ("compiled", plain), ("_preparing", {})):
+        monkeypatch.setattr(warm, name, value)
+    yield go
+    monkeypatch.setattr(warm, "is_open", False, raising=False)
+    go.set()
+    assert [future.exception(LONG_S) for future in warm._preparing.values()]
+    warm._bucket = None
+    warm.reset()
+
+
+def test_with_constraints_compiled_no_request_waits(warm, monkeypatch):
+    warm.warm_up(with_constraints=True)
+    monkeypatch.setattr(background, "compile_in_background", None)
+    engine, known = Engine(warm), set(warm.compiled)
+    text, plain = run(engine, engine.add(bound()), engine.add(wish(FREE)))
+    assert_keeps(text)
+    assert ends([plain]) == [wanted(NAME, FREE)]
+    assert (set(warm.compiled), engine.stats().num_late_compiles) == (known, 0)
+
+
+def test_no_other_request_waits_for_programs_of_structured_output(warm, go):
+    """Not even a later one. A request that waits is aborted as any other."""
+    engine = Engine(warm)
+    first, other, plain = map(engine.add, (bound(), bound(), wish(FREE)))
+    assert ends(run(engine, plain)) == [wanted(NAME, FREE)]
+    stats = engine.stats()
+    assert (stats.num_waiting, stats.num_compiled, stats.num_programs) == (2, 5, 6)
+    began = time.monotonic()
+    assert [engine.step() for _ in range(5)] == [[]] * 5
+    assert time.monotonic() - began > 4 * PROGRAMS_WAIT_S, "no busy loop"
+    engine.abort(other)
+    assert run(engine, other)[0].outputs[0].finish_reason == "abort"
+    go.set()
+    text, again = run(engine, first, engine.add(wish(FREE)))
+    assert_keeps(text)
+    assert ends([again]) == [wanted(NAME, FREE)]
+    # A larger bucket has programs of its own, and texts of the smaller go on.
+    go.clear()
+    large, small = engine.add(_bound(NAME, LARGE, 30)), engine.add(bound())
+    assert_keeps(*run(engine, small))
+    assert engine.stats().num_waiting == 1
+    assert list(warm._preparing) == list(grammars.BUCKETS[:2])
+    assert engine.stats().num_late_compiles == 0
+    engine.abort(large)
+
+
+def test_a_failed_compilation_ends_its_requests_alone(warm, go, monkeypatch):
+    def fails(call):
+        assert go.wait(LONG_S)
+        raise RuntimeError("no such\ninstruction")
+
+    monkeypatch.setattr(warm, "compile_program", fails)
+    engine = Engine(warm)
+    names = list(map(engine.add, (bound(), wish(FREE), bound())))
+    engine.step()
+    go.set()
+    one, plain, other = run(engine, *names)
+    said = "structured output cannot be compiled: RuntimeError: no such; instruction"
+    assert one.error.startswith(said)
+    assert (other.error, ends([plain])) == (one.error, [wanted(NAME, FREE)])
+
+
+@pytest.mark.parametrize("end", ["closed", "dropped"])
+def test_the_thread_ends_with_its_runner(end):
+    made, began = make_device(NAME, allocate=False), []
+    going, go = threading.Event(), threading.Event()
+    made.compile_program = lambda call: (began.append(call), going.set(), go.wait(LONG_S))
+    work = [warmup.Work(str(i), lambda runner, i=i: i) for i in range(8)]
+    seen, done = weakref.ref(made), background.compile_in_background(made, work)
+    assert going.wait(LONG_S)
+    if end == "closed":
+        made.close()
+    else:
+        del made
+    go.set()
+    assert done.result(LONG_S) is None
+    gc.collect()
+    assert (began, seen() is None) == ([0], end == "dropped")
+
+
+ENDS = """
+import threading, jax, jax.numpy as jnp
+from dllm_jax.runner import background, warmup
+
+class Runner:
+    is_open, began = True, threading.Event()
+    def compile_program(self, size):
+        self.began.set()
+        def chain(x):
+            for _ in range(200):
+                x = jnp.sort(jnp.sin(x) @ x)
+            return x
+        jax.jit(chain).lower(jnp.zeros((size, size))).compile()
+        print("compiled", flush=True)
+
+runner = Runner()
+work = [warmup.Work(str(i), lambda runner, i=i: 64 + i) for i in range(99)]
+background.compile_in_background(runner, work)
+assert runner.began.wait(60)
+"""
+
+
+def test_the_process_ends_with_the_program_that_is_being_compiled():
+    """A thread must not be torn down within XLA; 99 programs would take minutes."""
+    how = {"cwd": Path(__file__).resolve().parents[2], "text": True, "capture_output": True}
+    said = subprocess.run([sys.executable, "-c", ENDS], timeout=LONG_S, **how)
+    assert (said.returncode, said.stdout, said.stderr) == (0, "compiled\n", "")
