@@ -77,6 +77,9 @@ class NullDevice:
     def flush(self) -> None:
         pass
 
+    def await_programs(self, _: float) -> None:
+        pass
+
     def prefill(self, *_: Any) -> int:
         return 0
 

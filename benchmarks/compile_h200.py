@@ -200,13 +200,14 @@ def main() -> None:
         for work in warmup.every_program(device.layout, device.num_words):
             if not work.name.startswith(args.only or ""):
                 continue
-            began = time.perf_counter()
+            began, call = time.perf_counter(), work.call(device)
             # A mesh of devices says what they are.
             one = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=ABSTRACT))
             with one if args.tp == 1 else contextlib.nullcontext():
-                lowered = device.lower(work.call(device))
+                lowered = device.lower(call)
             lowered_s, began = time.perf_counter() - began, time.perf_counter()
             options = {"xla_gpu_autotune_level": 0, "xla_dump_hlo_as_text": True}
+            options |= call.options
             with tempfile.TemporaryDirectory() as folder:
                 compiled = lowered.compile(options | {"xla_dump_to": folder})
                 # The list after XLA's passes over it, where they changed something.

@@ -56,7 +56,7 @@ from dllm_jax.loading.jax_settings import enable_async_dispatch
 from dllm_jax.models import reference
 from dllm_jax.models.published import PUBLISHED
 from dllm_jax.models.sharding import over_devices, total
-from dllm_jax.runner import exchange, programs
+from dllm_jax.runner import exchange
 from dllm_jax.strategies import MultiBD
 
 PAGE = 64
@@ -304,8 +304,7 @@ class Form:
         self.runner = runner = llm.engine.runner
         self.bucket = llm.engine.layout.slot_buckets[-1], llm.engine.layout.page_buckets[-1]
         # Such options are for GPUs alone.
-        options = options if jax.default_backend() == "gpu" else {}
-        self.program = programs._program(programs._decode, *programs._ROWS, options=options or None)
+        self.options = options if jax.default_backend() == "gpu" else {}
         model = runner._programs.model
         self.programs = runner._programs.replace(
             model=model.replace(exchange=model.exchange if by_kernel else None)
@@ -315,8 +314,8 @@ class Form:
         slots, columns = self.bucket
         table = np.full((slots, columns), -1, np.int32)
         call = self.runner.decode_call(np.arange(slots, dtype=np.int32), slots, table, 2, False)
-        call = dataclasses.replace(call, program=self.program, programs=self.programs)
-        self.key, self.compiled = call.key, self.runner.lower(call).compile()
+        call = dataclasses.replace(call, programs=self.programs)
+        self.key, self.compiled = call.name, self.runner.lower(call).compile(self.options)
 
     def __enter__(self):
         self.usual = self.runner.compiled[self.key], self.runner._programs

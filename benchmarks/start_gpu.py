@@ -6,16 +6,14 @@
 one bucket each for decoding and prefill, and takes one forward behind a prompt of 64 tokens; the
 seconds are those from before the process was started to the end of that forward. `cold` begins with
 an empty folder of compiled programs, `warm` is the same command again. Each says where they went:
-`stages`, one behind another, and for every program the seconds of its tracing, lowering, and
+`stages`, one after another, and for every program the seconds of its tracing, lowering, and
 compiling or reading from the folder, which threads do at the same time. `ready` (`--ready`): an
-engine of 32 slots with all its buckets, cold and warm: the seconds of `LLM(...)`, then one request
-after another while the smaller programs are compiled behind them, with the longest step of the
-engine and the longest call, beside those afterwards; then (warm) what `LLM.generate` adds to the
-steps of one slot and to which of its programs, and the costs that were worked out beside measured
-ones. `prefill`: the passes of a
-prompt of `--prompt` tokens through the engine's compiled program, back to back, at their positions;
-its share of the peak counts two operations a weight of the layers and token, and attention's. Each
-in its own process.
+engine of 32 slots with all its programs, cold and warm: `ready_s` of `LLM(...)`, the same stages
+and programs, its first answer, and the longest step and call of those that follow; then (warm) what
+`LLM.generate` adds to the steps of one slot and to which of its programs. `prefill`: the passes of
+a prompt of `--prompt` tokens through the engine's compiled program, back to back, at their
+positions; its share of the peak counts two operations a weight of the layers and token, and
+attention's. Each in its own process.
 """
 
 import argparse
@@ -24,19 +22,18 @@ import contextlib
 import importlib.util
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
 BEGAN = time.time()  # of this process, as far as a script can know
 FIRST_MODEL, PREFILL_MODEL = "random:JetLM/SDAR-1.7B-Chat", "random:JetLM/SDAR-8B-Chat"
 BARS = {"cold_s": 60.0, "warm_s": 10.0, "share_of_peak": 0.5}
-READY_BARS = {"cold_s": 30.0, "warm_s": 8.0, "all_s": 90.0, "stall_s": 1.0, "overhead": 0.03}
-WARM_SHARE = 0.4  # of the wait for programs behind
+READY_BARS = {"cold_s": 40.0, "warm_s": 12.0, "overhead": 0.03}
 FORWARDS = 64
 BLOCK, BLOCKS = 32, 4  # of the window
 TEXT = FORWARDS * BLOCKS * 4  # tokens, more than that many forwards write
@@ -66,7 +63,6 @@ class Clock:
             lambda: dict.fromkeys(("count", *EVENTS.values()), 0)
         )
         self.num_from_folder = 0
-        self.waits_s = 0.0  # of the thread that runs programs, for compiling
         self.end("interpreter_s")
 
     def end(self, stage):
@@ -86,7 +82,6 @@ class Clock:
             name = str(layout.get("fun_name", "?")).removeprefix("jit(").removesuffix(")")
             self.programs[name][EVENTS[event]] += seconds
             self.programs[name]["count"] += EVENTS[event] == "load_s"
-            self.waits_s += seconds * (threading.current_thread().name == "dllm-device")
 
     def _happened(self, event, **_):
         self.num_from_folder += event == FROM_FOLDER
@@ -102,14 +97,16 @@ class Clock:
             "stages": self.stages,
             "num_programs": sum(row["count"] for row in rows),
             "num_from_folder": self.num_from_folder,
-            "waits_s": self.waits_s,
             "programs": sorted(rows, key=lambda row: -sum(row[key] for key in EVENTS.values())),
         }
 
 
-def first_token(name, began=None):
-    """Everything up to the first token, in this process; when it came, by the clock on the wall."""
-    clock = Clock(began)
+def started(clock, name, sizes=None, **how):
+    """An `LLM`, and which packages had bytecode; its stages go to a clock.
+
+    Args:
+        sizes: Fields of its `EngineConfig`.
+    """
     # Modules without bytecode take several times as long to import.
     bytecode = {name: has_bytecode(name) for name in ("jax", "dllm_jax")}
     import jax
@@ -126,113 +123,76 @@ def first_token(name, began=None):
     clock.end("device_s")
     model = jax.block_until_ready(load(name))
     clock.end("weights_s")
-    sizes = {"max_num_seqs": 1, "max_model_len": 4 * SHORT, "slot_buckets": (1,)}
-    sizes |= {"page_buckets": (5,), "prefill_buckets": (SHORT,), "num_pages": 10}
-    llm = make_llm(model, calibrate=False, progress=False, config=dj.EngineConfig(**sizes))
+    config = None if sizes is None else dj.EngineConfig(**sizes)
+    llm = make_llm(model, progress=False, config=config, **how)
     clock.end("engine_s")
     clock.stages["engine_programs_s"] = llm.engine.runner.compile_s  # of it, until they were there
-    params = dj.SamplingParams(max_tokens=SHORT, max_nfe=1, ignore_eos=True)
-    (output,) = llm.generate([list(range(1, SHORT + 1))], params, use_tqdm=False)
+    return llm, bytecode
+
+
+def first_token(name, began=None):
+    """Everything up to the first token, in this process; when it came, by the clock on the wall."""
+    clock = Clock(began)
+    sizes = {"max_num_seqs": 1, "max_model_len": 4 * SHORT, "slot_buckets": (1,)}
+    sizes |= {"page_buckets": (5,), "prefill_buckets": (SHORT,), "num_pages": 10}
+    llm, bytecode = started(clock, name, sizes, calibrate=False)
+    output = generated(llm, SHORT, 1)
     clock.end("first_forward_s")
-    if output.error is not None or output.metrics.nfe != 1:
-        raise ValueError(f"no first forward: {output}")
     settled = len(output.outputs[0].token_ids)
     return {"came": clock.last, "settled": settled, "has_bytecode": bytecode, **clock.result()}
 
 
-def ready(name, slots, wait_s, is_warm):
-    """How soon an engine answers, and what is compiled behind its requests costs them.
+def generated(llm, max_tokens, forwards):
+    """A text of so many forwards, or fewer where a small model is tried on a CPU."""
+    import dllm_jax as dj
 
-    Prints what it found so far as it goes.
+    params = dj.SamplingParams(max_tokens=max_tokens, max_nfe=forwards, ignore_eos=True)
+    (output,) = llm.generate([list(range(1, SHORT + 1))], params, use_tqdm=False)
+    if output.error is not None or not output.metrics.nfe:
+        raise ValueError(f"no forward: {output}")
+    return output
+
+
+def ready(name, slots, is_warm, began=None):
+    """How soon an engine with all its programs answers.
+
+    Prints what it found so far as it goes, so that a run that is cut short leaves figures.
 
     Args:
-        wait_s: Seconds to wait for the programs behind.
         is_warm: Look at the costs of a call as well.
     """
-    import jax
-
-    import dllm_jax as dj
-    from dllm_jax.loading.jax_settings import enable_async_dispatch, enable_compile_cache
-
-    def say(what):  # as it comes, so that a run that is cut short leaves figures
-        print(f"{time.time() - BEGAN:6.1f} s {what}", file=sys.stderr, flush=True)
-
-    make_llm = dj.LLM
-    enable_compile_cache()
-    enable_async_dispatch()
-    say("imported")
-    model = jax.block_until_ready(dj.load(name))
-    say("model loaded")
-    clock = Clock()
-    clock.listen()
-    began = time.perf_counter()
+    clock = Clock(began)
     window = {"block_size": BLOCK, "buffer_size": BLOCKS}
-    llm = make_llm(model, max_num_seqs=slots, progress=False, **window)
-    result = {"ready_s": time.perf_counter() - began, "slots": slots, "device": device_name()}
-    result["ready_programs"] = clock.result()
-    say(f"ready after {result['ready_s']:.1f} s")
-    for row in result["ready_programs"]["programs"][:6]:
-        say(json.dumps(row))
-    tell(result)
-    steps, engine = [], llm.engine
-    take = engine._take_step
+    llm, bytecode = started(clock, name, max_num_seqs=slots, **window)
+    engine, steps, forwards = llm.engine, [], []
+    take, most = engine._take_step, min(TEXT, engine.layout.max_model_len - SHORT)
 
     def timed():
         at = time.perf_counter()
         take()
         steps.append(time.perf_counter() - at)
 
-    engine._take_step = timed
-    most = min(TEXT, engine.layout.max_model_len - SHORT)
-    params = dj.SamplingParams(max_tokens=most, max_nfe=FORWARDS, ignore_eos=True)
-    forwards = []  # FORWARDS, but for a small model that is tried on a CPU
-
     def call():
         at = time.perf_counter()
-        (output,) = llm.generate([list(range(1, SHORT + 1))], params, use_tqdm=False)
-        forwards.append(output.metrics.nfe)
-        if output.error is not None or len(set(forwards)) > 1:
-            raise ValueError(f"not the work: {output}")
+        forwards.append(generated(llm, most, FORWARDS).metrics.nfe)
+        if len(set(forwards)) > 1:
+            raise ValueError(f"not the same work: {forwards} forwards")
         return time.perf_counter() - at
 
-    result["first_answer_s"] = call()
-    say(f"first answer after {result['first_answer_s']:.2f} s more")
-    clock = Clock()
-    clock.listen()
-    calls, counts, last = [], [], began
-    while time.perf_counter() - began < result["ready_s"] + wait_s:
-        stats = engine.stats()
-        if not counts or stats.num_compiled > counts[-1][1]:
-            last = time.perf_counter()
-            counts.append((round(last - began, 2), stats.num_compiled, stats.num_programs))
-            say(f"{stats.num_compiled} of {stats.num_programs} programs")
-        if stats.num_compiled == stats.num_programs:
-            break
-        calls.append(call())
-    result["programs"] = counts
-    result["all_s"] = last - began - result["ready_s"]
-    result["behind"] = {"calls": len(calls), "longest_call_s": max(calls, default=0.0)}
-    result["behind"]["longest_step_s"] = max(steps[1:])
-    result["behind_programs"] = clock.result()
-    say(json.dumps(result["behind"] | {"waits_s": result["behind_programs"]["waits_s"]}))
-    result["late_compiles"] = engine.stats().num_late_compiles
+    engine._take_step = timed
+    call()
+    clock.end("first_answer_s")
+    result = {"came": clock.last, "has_bytecode": bytecode, "slots": slots, **clock.result()}
+    result |= {"ready_s": clock.stages["engine_s"], "device": device_name()}
+    result["host_peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    tell(result)
     steps.clear()
-    after = [call() for _ in range(9)]
-    result["after"] = {"longest_call_s": max(after), "longest_step_s": max(steps)}
-    say(json.dumps(result["after"]))
+    calls = [call() for _ in range(9)]
+    result |= {"longest_call_s": max(calls), "longest_step_s": max(steps)}
+    result["late_compiles"] = engine.stats().num_late_compiles
     tell(result)
-    if not is_warm:
-        return
-    if engine.runner._behind is not None:  # whatever did not come in time is not waited for
-        engine.runner._behind.close()
-        engine.runner._behind.join()
-    columns = engine.layout.page_buckets[0]
-    if engine.runner.decode_sizes(1, columns) == (1, columns):
-        result |= overhead(llm, call, forwards[0])
-        say(json.dumps({name: result[name] for name in ("call_ms", "overhead", "parts_ms")}))
-        tell(result)
-        result |= costs(llm.engine.runner)
-    tell(result)
+    if is_warm:
+        tell(result | overhead(llm, call, forwards[0]))
 
 
 def tell(result):
@@ -254,24 +214,6 @@ def overhead(llm, call, forwards):
         "overhead": 1 - forwards * step_ms / call_ms,
         "parts_ms": each,
     }
-
-
-def costs(runner):
-    """Costs as the engine has them beside measured ones."""
-    from dllm_jax.runner import timing
-
-    result = {}
-    worked_out = runner.cost
-    measured = timing.calibrate(runner, budget_s=3.0)
-    if worked_out is not None:
-        pairs = [("decode", worked_out.decode, measured.decode)]
-        pairs += [(kind, worked_out.prefill[kind], of) for kind, of in measured.prefill.items()]
-        result["costs_ms"] = [
-            [kind, *sizes, 1e3 * worked[sizes], 1e3 * seconds]
-            for kind, worked, of in pairs
-            for sizes, seconds in sorted(of.items())
-        ]
-    return result
 
 
 def bare_loop(runner, more_steps):
@@ -314,30 +256,23 @@ def device_name():
 
 
 def ready_table(result):
-    """The starts of `ready` beside their bars."""
-    lines = []
+    """The starts of `ready`: stages, programs, and what an answer takes."""
+    starts = {name: one for name, one in result.items() if "longest_call_s" in one}
+    lines = [table(starts, "first answer")] if starts else []
     for name, one in result.items():
-        if "after" not in one:
-            lines.append(f"{name:5s} {one}")
+        if name not in starts:
+            lines.append(f"{name}: {one}")
             continue
-        done, of = one["programs"][-1][1:]
         lines.append(
-            f"{name:5s} ready {one['ready_s']:.1f} s, first answer +{one['first_answer_s']:.2f} s, "
-            f"{done} of {of} programs +{one['all_s']:.1f} s, longest step meanwhile "
-            f"{one['behind']['longest_step_s']:.3f} s (then {one['after']['longest_step_s']:.3f}), "
-            f"longest call {one['behind']['longest_call_s']:.2f} s (then "
-            f"{one['after']['longest_call_s']:.2f}), late {one['late_compiles']}"
+            f"{name}: ready after {one['ready_s']:.1f} s (bar {READY_BARS[f'{name}_s']:.0f}), "
+            f"{one['host_peak_bytes'] / 1e9:.1f} GB of the host; then the longest call "
+            f"{one['longest_call_s']:.2f} s, step {one['longest_step_s']:.3f} s, late compilations "
+            f"{one['late_compiles']}"
         )
         if "overhead" in one:
             lines.append(
-                f"{name:5s} {one['forwards']} forwards {one['call_ms']:.1f} ms, bare step "
+                f"{name}: {one['forwards']} forwards {one['call_ms']:.1f} ms, bare step "
                 f"{one['bare_step_ms']:.3f} ms, overhead {one['overhead']:.1%}: {one['parts_ms']}"
-            )
-        ratios = [worked / measured for *_, worked, measured in one.get("costs_ms", ())]
-        if ratios:
-            lines.append(
-                f"{name:5s} costs as worked out over measured: {min(ratios):.2f} to "
-                f"{max(ratios):.2f} in {len(ratios)} programs"
             )
     return "\n".join(lines)
 
@@ -419,9 +354,12 @@ def in_own_process(words, cache, keep=lambda result: None):
     return result, began
 
 
-def table(result):
-    """Seconds of the stages, one column a start, and of the programs that took longest."""
-    starts = {name: result[name] for name in ("cold", "warm") if name in result}
+def table(starts, last):
+    """Seconds of the stages, one column a start, and of the programs that took longest.
+
+    Args:
+        starts: By name; `s` of each are the seconds until `last`.
+    """
     lines = [f"{'seconds':28s}" + "".join(f"{name:>8s}" for name in starts)]
 
     def line(name, values):
@@ -430,7 +368,7 @@ def table(result):
     for stage in next(iter(starts.values()))["stages"]:
         shown = "  of it programs" if stage == "engine_programs_s" else stage.removesuffix("_s")
         line(shown, (one["stages"][stage] for one in starts.values()))
-    line("first token", (result[f"{name}_s"] for name in starts))
+    line(last, (one["s"] for one in starts.values()))
     for key in EVENTS.values():
         line(
             f"all threads: {key.removesuffix('_s')}",
@@ -463,7 +401,6 @@ def main():
     )
     parser.add_argument("--ready", action="store_true", help="only the starts of many slots")
     parser.add_argument("--slots", type=int, default=32, help="of --ready")
-    parser.add_argument("--wait", type=float, default=100.0, help="seconds for programs behind")
     parser.add_argument("--is-warm", action="store_true", help="of --one ready: the costs too")
     parser.add_argument("--began", type=float, help="when it was started (time.time())")
     args = parser.parse_args()
@@ -474,8 +411,8 @@ def main():
         print(json.dumps({"commit": args.commit} | result))
         return
     if args.one == "ready":
-        ready(args.model or FIRST_MODEL, args.slots, args.wait, args.is_warm)
-        os._exit(0)  # what is still being compiled is not waited for
+        ready(args.model or FIRST_MODEL, args.slots, args.is_warm, args.began)
+        return
     if args.one == "prefill":
         print(json.dumps(prefill(args.model or PREFILL_MODEL, args.prompt, args.pass_tokens)))
         return
@@ -489,12 +426,12 @@ def main():
         first = report["first_token"] = {"model": args.model or FIRST_MODEL}
         for name in ("cold", "warm"):
             result, began = in_own_process(["--one", "first_token", *same], cache)
-            seconds = result.pop("came") - began
+            result["s"] = seconds = result.pop("came") - began
             first |= {f"{name}_s": seconds, "settled": result.pop("settled"), name: result}
             bar = BARS[f"{name}_s"]
             print(f"first token, {name}: {seconds:.1f} s (bar {bar:.0f})", flush=True)
             save(args.out, report)
-        print(table(first), flush=True)
+        print(table({name: first[name] for name in ("cold", "warm")}, "first token"), flush=True)
         report["prefill"], _ = in_own_process(["--one", "prefill", *same], cache)
     print(report["prefill"], flush=True)
     save(args.out, report)
@@ -504,8 +441,8 @@ def ready_starts(args, report, same):
     """A cold start and a warm one, whatever the first comes to."""
     report |= {"bars": READY_BARS, "model": args.model or FIRST_MODEL, "ready": {}}
     with tempfile.TemporaryDirectory() as cache:
-        for name, wait in (("cold", args.wait), ("warm", WARM_SHARE * args.wait)):
-            words = ["--one", "ready", "--slots", str(args.slots), "--wait", str(wait), *same]
+        for name in ("cold", "warm"):
+            words = ["--one", "ready", "--slots", str(args.slots), *same]
             words += ["--is-warm"] * (name == "warm")
 
             def keep(result, name=name):
@@ -513,10 +450,11 @@ def ready_starts(args, report, same):
                 save(args.out, report)
 
             try:
-                in_own_process(words, cache, keep)
+                result, began = in_own_process(words, cache, keep)
+                result["s"] = result.pop("came") - began
             except Exception as error:
                 report["ready"].setdefault(name, {})["error"] = repr(error)
-                save(args.out, report)
+            save(args.out, report)
             print(ready_table(report["ready"]), flush=True)
 
 

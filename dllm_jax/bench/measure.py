@@ -242,9 +242,8 @@ def decode_program(engine: Engine, rows: int, columns: int) -> str:
     """The optimised decode program of a bucket, as XLA prints it."""
     slots = np.arange(rows, dtype=np.int32)
     table = np.full((rows, columns), -1, np.int32)
-    runner = engine.runner
-    lowered = runner.lower(runner.decode_call(slots, rows, table, 2, False))
-    return lowered.compile().as_text() or ""
+    call = engine.runner.decode_call(slots, rows, table, 2, False)
+    return engine.runner.lower(call).compile(call.options).as_text() or ""
 
 
 def num_reductions(program: str) -> int:

@@ -280,7 +280,7 @@ def _first_norm(x: Array, scale: Array, cfg: DenseConfig, ops: LayerOps) -> Arra
 
 
 # Both sides of a layer's attention are traced once, and lowered once for each program, for all
-# layers that are alike (docs/adr/0028).
+# layers that are alike (docs/adr/0034).
 @functools.partial(jax.jit, static_argnames=("cfg", "dtype", "ops"))
 def _before(
     layer: Any,

@@ -22,16 +22,14 @@ from dllm_jax.serve.service import Service
 
 
 async def health(service: Service, call: Call) -> Any:
-    """`/health`: the state, and how many programs are there while some are missing."""
+    """`/health`: the state, and how many programs are compiled while it is starting."""
     engine, body = service.engine, {"status": service.engine.state}
     stalled_s = engine.stalled_s
     is_stalled = engine.state in ("ready", "draining") and stalled_s > service.config.stall_timeout
     if is_stalled:
         body |= {"status": "stalled", "seconds": round(stalled_s)}
-    if engine.progress is not None:
-        done, of = engine.progress
-        if engine.state == "starting" or (engine.state == "ready" and done < of):
-            body |= {"done": done, "of": of}
+    if engine.state == "starting" and engine.progress is not None:
+        body |= dict(zip(("done", "of"), engine.progress, strict=True))
     if engine.reason is not None:
         body["reason"] = engine.reason
     return Json(body, status_code=200 if body["status"] == "ready" else 503)

@@ -14,7 +14,6 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections import deque
@@ -86,7 +85,6 @@ class Outbox:
         self._deltas: dict[tuple[int, int], Delta] = {}
         self._counts: Counts | None = None
         self._steps: list[tuple[int, float]] = []
-        self._lock = threading.Lock()  # threads that compile send their progress
 
     @property
     def is_full(self) -> bool:
@@ -95,48 +93,33 @@ class Outbox:
 
     def send(self, message: Message) -> None:
         """Send a message, before deltas that are put later."""
-        with self._lock:
-            self._messages.append(message)
-            self._push()
+        self._messages.append(message)
+        self.push()
 
     def queue(self, message: Message) -> None:
         """Send a message with the next ones."""
-        with self._lock:
-            self._messages.append(message)
+        self._messages.append(message)
 
     def put(self, deltas: list[Delta], counts: Counts) -> None:
         """Send deltas; each is merged with what waits for the same text."""
-        with self._lock:
-            for delta in deltas:
-                key = delta.id, delta.choice
-                waiting = self._deltas.get(key)
-                if waiting is None:
-                    self._deltas[key] = delta
-                else:
-                    waiting.merge(delta)
-            self._steps += counts.steps
-            self._counts = counts
-            self._push()
+        for delta in deltas:
+            key = delta.id, delta.choice
+            waiting = self._deltas.get(key)
+            if waiting is None:
+                self._deltas[key] = delta
+            else:
+                waiting.merge(delta)
+        self._steps += counts.steps
+        self._counts = counts
+        self.push()
 
     def drop(self, request_id: int) -> None:
         """Forget the deltas of a request."""
-        with self._lock:
-            for key in [key for key in self._deltas if key[0] == request_id]:
-                del self._deltas[key]
+        for key in [key for key in self._deltas if key[0] == request_id]:
+            del self._deltas[key]
 
     def push(self) -> None:
         """Send what waits, as far as there is room."""
-        with self._lock:
-            self._push()
-
-    def flush(self, seconds: float) -> None:
-        """Wait until everything is sent."""
-        until = time.monotonic() + seconds
-        while self.is_full and (left := until - time.monotonic()) > 0:
-            select.select([], [self._sock], [], left)
-            self.push()
-
-    def _push(self) -> None:
         try:
             while self._rest or self._messages or self._counts is not None:
                 if not self._rest:
@@ -168,6 +151,13 @@ class Outbox:
                 yield pipe.frame(pipe.Moved([delta], counts))
             except Exception as error:
                 yield pipe.frame(pipe.Refused(delta.id, self._faults.note(error), status=500))
+
+    def flush(self, seconds: float) -> None:
+        """Wait until everything is sent."""
+        until = time.monotonic() + seconds
+        while self.is_full and (left := until - time.monotonic()) > 0:
+            select.select([], [self._sock], [], left)
+            self.push()
 
     def _take(self) -> list[Message]:
         messages = list(self._messages)
@@ -555,7 +545,7 @@ def main(fd: int, parent: int) -> int:
     launch = messages[0]
     faults = Faults(lambda line: print(f"engine: {line}", file=sys.stderr, flush=True))
     outbox = Outbox(sock, faults)
-    # A program that is traced behind the loop would else hold a step back for 5 ms.
+    # Else a thread that traces a program of structured output holds a step back for 5 ms.
     sys.setswitchinterval(SWITCH_S)
     try:
         module, _, name = launch.factory.partition(":")

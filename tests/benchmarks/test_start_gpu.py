@@ -2,6 +2,7 @@
 and that no more programs than these are made before a first token.
 """
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -45,37 +46,25 @@ def test_the_stages_of_a_start_add_up_and_every_program_is_named():
     assert 0 <= reported["num_from_folder"] <= reported["num_programs"]
     assert min(rows["decode"].values()) > 0
     # The table, of the same start twice.
-    first = dict.fromkeys(("cold", "warm"), reported) | {"cold_s": 12.0, "warm_s": 3.0}
     for row, name in zip(reported["programs"], rows, strict=True):
         row["program"] = name
-    shown = start_gpu.table(first)
-    reported["has_bytecode"] = {"jax": True, "dllm_jax": False}
-    assert "warm: dllm_jax had no bytecode" in start_gpu.table(first)
+    starts = {name: reported | {"s": seconds} for name, seconds in (("cold", 12.0), ("warm", 3.0))}
+    shown = start_gpu.table(starts, "first token")
+    starts["warm"]["has_bytecode"] = {"jax": True, "dllm_jax": False}
+    assert "warm: dllm_jax had no bytecode" in start_gpu.table(starts, "first token")
     assert "first token                    12.00    3.00" in shown
     assert "warm: 6 programs" in shown
 
 
-def test_a_start_of_many_slots_is_told_beside_its_bars():
-    one = {
-        "ready_s": 21.26,
-        "first_answer_s": 0.5,
-        "programs": [[21.3, 7, 33], [60.0, 33, 33]],
-        "all_s": 38.7,
-        "behind": {"longest_step_s": 0.25, "longest_call_s": 0.6},
-        "after": {"longest_step_s": 0.13, "longest_call_s": 0.14},
-        "late_compiles": 0,
-        "forwards": 64,
-        "parts_ms": {"steps": 115.0},
-        "call_ms": 120.0,
-        "bare_step_ms": 1.8,
-        "overhead": 0.04,
-        "costs_ms": [["decode", 1, 16, 2.2, 1.8], ["blocks", 128, 16, 3.0, 3.0]],
-    }
-    cold, call, costs, warm = start_gpu.ready_table({"cold": one, "warm": {"error": "E"}}).split(
-        "\n"
-    )
-    assert "ready 21.3 s, first answer +0.50 s, 33 of 33 programs +38.7 s" in cold
-    assert "longest step meanwhile 0.250 s (then 0.130)" in cold
-    assert "64 forwards 120.0 ms, bare step 1.800 ms, overhead 4.0%: {'steps': 115.0}" in call
-    assert costs.endswith("over measured: 1.00 to 1.22 in 2 programs")
-    assert warm == "warm  {'error': 'E'}"
+@pytest.mark.slow
+def test_an_engine_is_ready_with_all_its_programs(capsys):
+    start_gpu.ready("builtin:tiny-sdar", 2, True)
+    *_, cold, warm = map(json.loads, capsys.readouterr().out.splitlines())
+    assert warm["num_programs"] == 8  # seven of the engine, and its state
+    assert (warm["late_compiles"], warm["slots"]) == (0, 2)
+    assert 0 < warm["stages"]["engine_programs_s"] < warm["ready_s"]
+    assert warm["forwards"] * warm["bare_step_ms"] / warm["call_ms"] == 1 - warm["overhead"]
+    starts = {"cold": cold | {"s": 9.0}, "warm": {"error": "E"}}
+    *_, line, broken = start_gpu.ready_table(starts).split("\n")
+    assert line.startswith(f"cold: ready after {cold['ready_s']:.1f} s (bar 40), ")
+    assert broken == "warm: {'error': 'E'}"

@@ -161,6 +161,13 @@ class FakeDevice:
     def flush(self) -> None:
         """Nothing waits here."""
 
+    def has_programs(self, grammar: Any) -> bool:
+        """All of them."""
+        return True
+
+    def await_programs(self, timeout_s: float) -> None:
+        """None is compiled."""
+
     def admit(self, slot: int, placement: Any) -> None:
         self._trace("admit", [slot])
         self._call("admit")
