@@ -139,6 +139,9 @@ class LLM:
         seed = checks.whole_number("seed", seed, 0, MAX_SEED)
         if not isinstance(warm_up, bool):
             raise ValueError(f"warm_up={checks.short_repr(warm_up)} must be True or False")
+        if not isinstance(warm_up_constraints, bool | None):
+            said = checks.short_repr(warm_up_constraints)
+            raise ValueError(f"warm_up_constraints={said} must be True, False or None")
         self.config = _config(config, sizes)
         self._is_advised = False
         enable_compile_cache()

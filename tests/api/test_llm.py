@@ -769,6 +769,8 @@ def test_outputs_have_the_promised_fields():
         ({"strategy": STRATEGY, "block_size": 16}, "go with a strategy given by name"),
         ({"strategy": "multi_bd", "block_size": 0}, "block_size"),
         ({"draft": "builtin:tiny-sdar"}, "draft='builtin:tiny-sdar' does not fit MultiBD"),
+        ({"warm_up": "all"}, "warm_up='all' must be True or False"),
+        ({"warm_up_constraints": "x"}, "warm_up_constraints='x' must be True, False or None"),
     ],
 )
 def test_wrong_argument_is_one_line(model, arguments, said):

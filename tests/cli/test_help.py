@@ -37,6 +37,22 @@ def test_help_says_every_default(verb):
     assert silent == []
 
 
+@pytest.mark.parametrize(
+    ("flag", "given"),
+    [([], None), (["--warm-up-constraints"], True), (["--no-warm-up-constraints"], False)],
+)
+def test_serve_passes_on_whether_programs_of_constraints_are_compiled(flag, given, monkeypatch):
+    """Issue 46: None is the engine's own choice, by the device."""
+    from dllm_jax.api import llm
+    from dllm_jax.cli import serve
+
+    seen = {}
+    monkeypatch.setattr(llm, "LLM", lambda *_, **how: seen.update(how))
+    args = entry.parse(["serve", "builtin:tiny-sdar", *flag])
+    serve._make_llm(argparse.Namespace(**serve._settings(args)), lambda *_: None)
+    assert (seen["warm_up"], seen["warm_up_constraints"]) == (True, given)
+
+
 def test_help_of_train_says_what_the_recipes_set():
     """Item 10."""
     from dllm_jax.cli.train import DEFAULTS, KINDS, OPTIONS
