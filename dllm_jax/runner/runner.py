@@ -907,10 +907,10 @@ class ModelRunner:
     @property
     def num_programs(self) -> int:
         """Compiled programs, and those that a thread compiles."""
-        left = sum(not future.done() for future in self._preparing.values())
-        return len(self.compiled) + left * len(self.layout.slot_buckets) * len(
-            self.layout.page_buckets
-        )
+        left = {str(sizes) for sizes, done in self._preparing.items() if not done.done()}
+        others = sum(name[-1] not in left for name in list(self.compiled))
+        each = len(self.layout.slot_buckets) * len(self.layout.page_buckets)
+        return others + len(left) * each
 
     @property
     def num_compiled(self) -> int:

@@ -233,6 +233,17 @@ def test_a3_texts_that_end_in_the_queue_cost_no_turns(host: ModuleType) -> None:
     assert len(books.scheduler._rounds) < 200
 
 
+def test_a_sequence_that_is_not_ready_waits_and_others_pass_it(host: ModuleType) -> None:
+    books = Books(host)
+    first, second = books.add([5] * 4), books.add([6] * 4)
+    asked: list[Any] = []
+    placed = books.scheduler.admit(lambda sequence: asked.append(sequence) or sequence is second)
+    assert (placed, asked) == ([second], [first, second])
+    assert books.scheduler.num_waiting == 1
+    assert books.admit() == [first]
+    assert books.scheduler.live == [first, second]
+
+
 def test_each_neighbour_keeps_a_page_to_grow_into(host: ModuleType) -> None:
     """Three pages for the prompt and two for the first window: seven with two neighbours."""
     for free, fits in ((6, False), (7, True)):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from dllm_jax.engine.engine import PROGRAMS_WAIT_S, Engine
-from dllm_jax.runner import background, grammars, warmup
+from dllm_jax.runner import background, grammars
 from tests.contract import models
 from tests.contract.cases import case
 from tests.contract.engine import ends, make_device, wanted, wish
@@ -128,12 +128,13 @@ def test_a_failed_compilation_ends_its_requests_alone(warm, go, monkeypatch):
 
 @pytest.mark.parametrize("end", ["closed", "dropped"])
 def test_the_thread_ends_with_its_runner(end):
-    made, began = make_device(NAME, allocate=False), []
+    made, began = make_device(NAME, allocate=False, slot_buckets=(1, 2, 4)), []
     going, go = threading.Event(), threading.Event()
-    made.compile_program = lambda call: (began.append(call), going.set(), go.wait(LONG_S))
-    work = [warmup.Work(str(i), lambda runner, i=i: i) for i in range(8)]
-    seen, done = weakref.ref(made), background.compile_in_background(made, work)
+    made.compile_program = lambda call: (began.append(call.name), going.set(), go.wait(LONG_S))
+    seen, done = weakref.ref(made), made.prepare_grammars(grammars.BUCKETS[0])
     assert going.wait(LONG_S)
+    made.compiled[began[0]] = None
+    assert (made.num_compiled, made.num_programs) == (1, 3)
     if end == "closed":
         made.close()
     else:
@@ -141,7 +142,7 @@ def test_the_thread_ends_with_its_runner(end):
     go.set()
     assert done.result(LONG_S) is None
     gc.collect()
-    assert (began, seen() is None) == ([0], end == "dropped")
+    assert (len(began), seen() is None) == (1, end == "dropped")
 
 
 ENDS = """
