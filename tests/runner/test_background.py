@@ -1,8 +1,7 @@
 """Programs of structured output, which a thread compiles while the engine serves (issue 46).
 
-Proves that a request with a grammar waits for its programs and no other one does, that a failed
-compilation ends its requests alone, and that `close`, a dropped runner and the end of the process
-end the thread.
+Proves that a request with a grammar waits for them and no other one does, that a failure ends its
+requests alone, and that `close`, a dropped runner and the end of the process end the thread.
 """
 
 import gc
@@ -17,16 +16,13 @@ import pytest
 
 from dllm_jax.engine.engine import PROGRAMS_WAIT_S, Engine
 from dllm_jax.runner import background, grammars
-from tests.contract import models
-from tests.contract.cases import case
-from tests.contract.engine import ends, make_device, wanted, wish
+from tests.contract.engine import case, ends, make_device, wanted, wish
 from tests.runner.test_warm_up import ROOT
-from tests.structured.test_constrained_engine import STOP, TOYS, _bound
-from tests.structured.toys import random_toy
+from tests.structured.test_constrained_engine import MASK, STOP, TOYS, VOCAB, _bound, random_toy
 
 NAME, LONG_S = "multi_bd", 120
 TOY, FREE = TOYS[0], case(NAME).requests[0]
-LARGE = random_toy(np.random.default_rng(0), models.VOCAB, STOP, (models.MASK,), 100, 5)
+LARGE = random_toy(np.random.default_rng(0), VOCAB, STOP, (MASK,), states=100, classes=5)
 BOUND, PLAIN, LARGE = _bound(NAME, TOY, 2), wish(FREE), _bound(NAME, LARGE, 30)
 
 
@@ -49,21 +45,18 @@ def assert_keeps(output):
 def warm():
     made = make_device(NAME, allocate=False)
     made._options = lambda *_: {"xla_backend_optimization_level": 0}  # compiled in half the time
-    made.warm_up()
+    made.warm_up(with_constraints=True)
     return made
 
 
 @pytest.fixture
 def go(warm, monkeypatch):
     """The thread has compiled no program of grammars, and compiles none until this is set."""
-    known, compile_program, go = dict(warm.compiled), warm.compile_program, threading.Event()
+    known, go = warm.compiled, threading.Event()
 
     def waits(call):
         assert go.wait(LONG_S)
-        if call.name in known:
-            warm.compiled[call.name] = known[call.name]
-        elif call.sizes == grammars.BUCKETS[0]:  # larger ones take long, and no test runs them
-            compile_program(call)
+        warm.compiled[call.name] = known.get(call.name)  # of larger grammars None, and none runs
 
     plain = {name: one for name, one in known.items() if "grammars" not in name[0]}
     for name, value in (("compile_program", waits), ("compiled", plain), ("_preparing", {})):
@@ -76,7 +69,6 @@ def go(warm, monkeypatch):
 
 
 def test_with_constraints_compiled_no_request_waits(warm, monkeypatch):
-    warm.warm_up(with_constraints=True)
     monkeypatch.setattr(background, "compile_in_background", None)
     engine, known = Engine(warm), set(warm.compiled)
     text, plain = run(engine, engine.add(BOUND), engine.add(PLAIN))
@@ -113,14 +105,11 @@ def test_no_other_request_waits_for_programs_of_structured_output(warm, go):
 
 def test_a_failed_compilation_ends_its_requests_alone(warm, go, monkeypatch):
     def fails(call):
-        assert go.wait(LONG_S)
         raise RuntimeError("no such\ninstruction")
 
     monkeypatch.setattr(warm, "compile_program", fails)
     engine = Engine(warm)
     names = [engine.add(one) for one in (BOUND, PLAIN, BOUND)]
-    engine.step()
-    go.set()
     one, plain, other = run(engine, *names)
     assert "output cannot be compiled: RuntimeError: no such; instruction" in one.error
     assert (other.error, ends([plain])) == (one.error, [wanted(NAME, FREE)])
