@@ -139,7 +139,8 @@ def _unknown(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, 
 def _is_set(value: Any) -> bool:
     """Whether an entry says anything: not null, false, zero or empty, nor holds such alone."""
     if isinstance(value, Mapping):
-        return any(map(_is_set, value.values()))
+        entries: Any = value.values()
+        return any(map(_is_set, entries))
     return bool(value)
 
 

@@ -100,7 +100,7 @@ def llada_moe(fields: Fields, layers: Layers) -> dict[str, Any]:
     unread = [key for key in usual if config.get(key) not in (None, usual[key])]
     if unread:
         fields.notes.append(f"{', '.join(unread)}: the family's own code does not read it")
-    routed = config.get("moe_layer_freq", [1] * count)
+    routed: Any = config.get("moe_layer_freq", [1] * count)
     if (
         not isinstance(routed, list)
         or len(routed) != count

@@ -594,9 +594,7 @@ def test_operations_refuse_what_mosaic_cannot_do(monkeypatch):
         K = x.shape[-1]
         few, many, none = real(1, 20, K), real(1, 136, K), real(1, 0, K)
         assert refused(product, few) == "needs a multiple of 8 rows, at most 128, got 20"
-        some = "needs a multiple of 8 rows, at most 128, got 136"
-        if product == "gate":
-            some = "needs a multiple of 128 rows where there are more, got 136"
+        some = "needs a multiple of 128 rows where there are more, got 136"
         assert refused(product, many) == some
         assert refused(product, none) == "needs at least one row"
         long = real(*x.shape, dtype=jnp.float32)
