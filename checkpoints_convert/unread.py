@@ -6,7 +6,7 @@ more than its matrices when it runs: without that it would answer with other num
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from .tokenizer_files import json_object
 
@@ -139,8 +139,8 @@ def _unknown(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, 
 def _is_set(value: Any) -> bool:
     """Whether an entry says anything: not null, false, zero or empty, nor holds such alone."""
     if isinstance(value, Mapping):
-        entries: Any = value.values()
-        return any(map(_is_set, entries))
+        entries = cast(Mapping[str, Any], value)
+        return any(map(_is_set, entries.values()))
     return bool(value)
 
 

@@ -100,13 +100,10 @@ def llada_moe(fields: Fields, layers: Layers) -> dict[str, Any]:
     unread = [key for key in usual if config.get(key) not in (None, usual[key])]
     if unread:
         fields.notes.append(f"{', '.join(unread)}: the family's own code does not read it")
-    routed: Any = config.get("moe_layer_freq", [1] * count)
-    if (
-        not isinstance(routed, list)
-        or len(routed) != count
-        or any(flag not in (0, 1) for flag in routed)
-    ):
-        fields.problems.append(f"moe_layer_freq={routed!r} must hold 0 or 1 for each of {count}")
+    given: Any = config.get("moe_layer_freq", [1] * count)
+    routed: list[Any] = given if isinstance(given, list) else []
+    if len(routed) != count or any(flag not in (0, 1) for flag in routed):
+        fields.problems.append(f"moe_layer_freq={given!r} must hold 0 or 1 for each of {count}")
         routed = [1] * count
     size = fields.whole("expert_intermediate_size")
     dense = fields.whole("dense_intermediate_size", (size or 1) if all(routed) else None)
