@@ -6,7 +6,7 @@ of the family's config class as a dictionary.
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from .fields import Fields, common_refusals, no_partial_rope, rope
 
@@ -101,7 +101,7 @@ def llada_moe(fields: Fields, layers: Layers) -> dict[str, Any]:
     if unread:
         fields.notes.append(f"{', '.join(unread)}: the family's own code does not read it")
     given: Any = config.get("moe_layer_freq", [1] * count)
-    routed: list[Any] = given if isinstance(given, list) else []
+    routed = cast(list[Any], given) if isinstance(given, list) else []
     if len(routed) != count or any(flag not in (0, 1) for flag in routed):
         fields.problems.append(f"moe_layer_freq={given!r} must hold 0 or 1 for each of {count}")
         routed = [1] * count
