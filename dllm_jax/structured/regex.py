@@ -216,10 +216,15 @@ def byte_automaton(tree: Tree, budget: Budget) -> tuple[np.ndarray, np.ndarray]:
     return _least(table, accepting, budget)
 
 
+_NOTHING = "the constraint matches no text; correct it"
+
+
 def _least(
     table: np.ndarray, accepting: np.ndarray, budget: Budget
 ) -> tuple[np.ndarray, np.ndarray]:
     """Equal states joined (Moore); 0 stays dead and 1 the first."""
+    if len(table) == 1:  # not even a first byte
+        raise NoText(_NOTHING)
     # Equal states are equally far from an end, which tells most others apart at once.
     block, count = distances(table, accepting, budget), 0
     columns = np.unique(table, axis=1)
@@ -237,7 +242,7 @@ def _least(
         count = now
     _, first = np.unique(block, return_index=True)
     if block[0] == block[1]:
-        raise NoText("the constraint matches no text; correct it")
+        raise NoText(_NOTHING)
     order = [block[0], block[1], *(b for b in range(count) if b not in (block[0], block[1]))]
     number = np.empty(count, np.int32)
     number[order] = np.arange(count)

@@ -112,6 +112,7 @@ def test_c45_a1_texts_that_no_bytes_spell_are_refused(compiled):
     for make in (
         *(lambda pattern=pattern: Regex(pattern) for pattern in (half, f"{half}a", f"a[{half}b]")),
         lambda: Choice(["a", half]),
+        *(lambda escaped=escaped: Regex(escaped) for escaped in (r"\ud83d", r"[\ud800-\udfff]+a")),
         *(lambda one=one: JsonSchema(one) for one in schemas),
         *(lambda one=one: JsonSchema(json.dumps(one)) for one in schemas),
     ):
