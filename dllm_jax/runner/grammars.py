@@ -91,6 +91,8 @@ BUCKETS = (
     Sizes(1024, 66, 288, 384, 4096, 32, 8192),
 )
 
+USUAL = BUCKETS[1]  # what is compiled before the first request: few JSON schemas fit the first
+
 
 def ready(automaton: Automaton, num_ids: int) -> Ready:
     """An automaton for an engine whose model has `num_ids` ids.

@@ -883,7 +883,8 @@ class ModelRunner:
         work = warmup.every_program(self.layout, self._slot_layout.size)
         bound = []
         if with_constraints and self.leader is None:
-            bound = warmup.programs_with_grammars(self.layout, grammars.BUCKETS[0])
+            self._bucket = grammars.USUAL
+            bound = warmup.programs_with_grammars(self.layout, grammars.USUAL)
         began = time.perf_counter()
         if self.state is None:  # by the worker, which has nothing else to do
             self._submit(self._compile_reset)
@@ -900,7 +901,7 @@ class ModelRunner:
         if calibrate:
             self.cost = timing.calibrate(self)
         if bound:
-            self._preparing[grammars.BUCKETS[0]] = done = Future()
+            self._preparing[grammars.USUAL] = done = Future()
             done.set_result(None)
         self._warm = True
 

@@ -59,7 +59,8 @@ def go(warm, monkeypatch):
         warm.compiled[call.name] = known.get(call.name)  # of larger grammars None, and none runs
 
     plain = {name: one for name, one in known.items() if "grammars" not in name[0]}
-    for name, value in (("compile_program", waits), ("compiled", plain), ("_preparing", {})):
+    given = {"compile_program": waits, "compiled": plain, "_preparing": {}, "_bucket": None}
+    for name, value in given.items():
         monkeypatch.setattr(warm, name, value)
     yield go
     go.set()
