@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +48,7 @@ class Spellings:
     ids: np.ndarray
     depths: np.ndarray
     nodes: np.ndarray
-    first: "tuple[np.ndarray, Spellings] | None" = None
+    first: tuple[np.ndarray, Any] | None = None  # and `Spellings`
 
 
 def spellings(spelt: Sequence[bytes | None], first: Mapping[int, bytes] | None = None) -> Spellings:

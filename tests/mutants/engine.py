@@ -228,8 +228,8 @@ PREFIXES = [
         "test_scheduler.test_pages_and_blocks_that_do_not_divide_each_other_are_shared_together",
         "layout.py",
         unit_is_a_page=(
-            "return math.lcm(self.page_size, self.block_size if self.is_grid else 1)",
-            "return self.page_size",
+            "size = math.lcm(self.page_size, self.block_size if self.is_grid else 1)",
+            "size = self.page_size",
         ),
     ),
     *broken(
