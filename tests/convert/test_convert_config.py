@@ -78,6 +78,7 @@ def test_fields_arrive():
     )
     assert dataclasses.asdict(defaults) == {
         "family": "sdar",
+        "append": None,
         "strategy": "multi_bd",
         "block_size": 4,
         "buffer_size": 1,

@@ -247,7 +247,7 @@ def test_a_config_that_cannot_be_used_is_refused(own, top, words):
     [
         ("DFlash2DraftModel", "DFlash 2 has convolutions and a selector"),
         ("DFlashLagunaForCausalLM", "its attention has gates"),
-        ("DFlashSpeculator", "speculators' drafts have a vocabulary"),
+        ("DFlashSpeculator", "a drafter in speculators' form has a vocabulary"),
     ],
 )
 def test_relatives_are_refused_by_name(name, words):

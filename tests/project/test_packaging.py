@@ -408,4 +408,11 @@ def test_runtime_needs_no_torch(project):
     names = {normal(Requirement(text).name) for text in project["dependencies"]}
     assert {"jax", "jaxlib", "flax", "transformers", "orbax-checkpoint", "optax"} <= names
     assert not names & {"torch", "pytest", "hypothesis", "ruff", "pyright"}
-    assert set(project["optional-dependencies"]) == {"cuda", "server", "dev", "docs", "judges", "oracle"}
+    assert set(project["optional-dependencies"]) == {
+        "cuda",
+        "server",
+        "dev",
+        "docs",
+        "judges",
+        "oracle",
+    }
