@@ -6,6 +6,7 @@ a snapshot runs none of its content: a strategy from outside this package must b
 values are not stored: they are computed again from the tokens, as after a preemption.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -146,10 +147,11 @@ def _private(path: Path) -> IO[bytes]:
 def _new_folder(base: Path) -> Path:
     name = time.strftime("%Y-%m-%dT%H-%M-%S")
     number = 0
+    with contextlib.suppress(FileExistsError):  # a file in its place fails below
+        base.mkdir(parents=True, exist_ok=True)
     while True:
         target = base / f"{name}-{os.getpid()}-{number}"
         try:
-            base.mkdir(parents=True, exist_ok=True)
             target.mkdir(mode=0o700)
         except FileExistsError:
             number += 1
