@@ -29,7 +29,7 @@ from .tensor_names import table_of
 from .tokenizer_files import present, read_facts, read_json
 from .weights import has_own_head
 
-# Weights beside the shards that are not read, although the model depends on them; by family.
+# Weights next to the shards that are not read, although the model depends on them; by family.
 _UNO = "adapter/adapter_config.json"
 _OUTSIDE = {
     ("sdar", _UNO): f"{_UNO} makes this Uno, whose adapter is on while it drafts and off while it "

@@ -186,7 +186,7 @@ _QWEN_ENDS = ((151643, "<|endoftext|>"), (151645, "<|im_end|>"))
 _LLADA2_ENDS = ((156892, "<|endoftext|>"), (156900, "<|role_end|>"))
 
 # As LLaDA's authors decode, and those who train as they did: the surest token of 32 each forward; a
-# threshold of 1 takes nothing beside it (Fast-dLLM's is 0.9).
+# threshold of 1 takes nothing else (Fast-dLLM's is 0.9).
 _AS_LLADA: Mapping[str, Any] = {
     "shift": False,
     "attention": "full",

@@ -29,8 +29,8 @@ from dllm_jax.engine.faults import Faults
 from dllm_jax.engine.inbox import News
 from dllm_jax.engine.requests import Request, RequestOutput, SamplingParams
 from dllm_jax.serve import pipe
-from dllm_jax.serve.beside import Beside, Work
 from dllm_jax.serve.pipe import Counts, Delta, Facts, Frame, Message, Usage
+from dllm_jax.serve.side_work import SideWork, Work
 from dllm_jax.trace.pieces import plain_text
 
 _PR_SET_PDEATHSIG = 1
@@ -202,8 +202,8 @@ class Loop:
         self._bell, self._rung = socket.socketpair()
         self._bell.setblocking(False)
         self._rung.setblocking(False)
-        self._making = Beside("constraints wait to be compiled", "constraints_busy", self._ring)
-        self._reading = Beside("questions wait to be read", "decisions_busy", self._ring)
+        self._making = SideWork("constraints wait to be compiled", "constraints_busy", self._ring)
+        self._reading = SideWork("questions wait to be read", "decisions_busy", self._ring)
         self._parked: dict[int, _Parked] = {}
         self._live: dict[str, _Live] = {}
         self._prompts: dict[int, list[str]] = {}

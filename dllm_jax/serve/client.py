@@ -22,7 +22,7 @@ from dllm_jax.serve.pipe import Counts, Delta, Facts, Usage
 from dllm_jax.serve.refusals import Refusal
 from dllm_jax.serve.text import TextSide
 
-END_S, KILLED_S = 0.2, 60.0  # for a process to end by itself, and after SIGKILL
+END_S, KILLED_S = 0.2, 60.0  # for a process to end on request, and after SIGKILL
 LAST_LINES_S = 1.0  # for what it wrote before
 State = Literal["starting", "ready", "draining", "failed"]
 _CHILD = (

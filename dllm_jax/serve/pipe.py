@@ -1,4 +1,4 @@
-"""What the two processes say to each other: array-like msgpack behind a length and an id.
+"""What the two processes say to each other: array-like msgpack after a length and an id.
 
 Nothing here is pickled, and nothing here knows HTTP or the engine.
 """

@@ -29,7 +29,7 @@ from dllm_jax.serve.stderr import Stderr
 
 DONE, FAILED, BAD_USAGE, SIGNALLED = 0, 1, 2, 128
 FLUSH_SECONDS = 1.0  # for error events and a last /health to get out
-SWITCH_S = 5e-4  # until the event loop may run beside a thread that reads a large body
+SWITCH_S = 5e-4  # until the event loop may run next to a thread that reads a large body
 _POLL_S = 0.05
 
 

@@ -44,7 +44,7 @@ _LINE_ENDS = {end.encode(): b"\\u%04x" % ord(end) for end in "\x85\u2028\u2029"}
 
 
 def _json(content: Any) -> bytes:
-    """JSON in one line, for whoever reads it."""
+    """JSON in one line."""
     data = _ENCODER.encode(content)
     for end, name in _LINE_ENDS.items():
         if end in data:

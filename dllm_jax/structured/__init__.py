@@ -227,7 +227,7 @@ def _fitting(
         except TooLarge as too_large:
             error = too_large
             continue
-        if len(table) < most_states:  # the state behind a stop id is one more
+        if len(table) < most_states:  # the state after a stop id is one more
             return table, accepting
         error = TooLarge(
             f"the constraint's automaton has {len(table) + 1} states, and at most {most_states} "

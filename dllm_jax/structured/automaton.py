@@ -155,7 +155,7 @@ def closed(
 def _behind_first(
     words: Spellings, columns: np.ndarray, letter_class: np.ndarray
 ) -> np.ndarray | None:
-    """The state behind each id of `words.first`, -1 of others; None without any.
+    """The state after each id of `words.first`, -1 of others; None without any.
 
     Args:
         columns: Next state by state and class of bytes.

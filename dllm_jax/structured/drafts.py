@@ -107,7 +107,7 @@ class Document:
         self._bases: dict[int, str] = {}
         said = root.get("$schema") if isinstance(root, Mapping) else None
         match = re.search(r"draft-0?(\d)", said) if isinstance(said, str) else None
-        self.is_old = match is not None  # what stands beside a `$ref` says nothing
+        self.is_old = match is not None  # siblings of a `$ref` say nothing
         _check_depth(root)
         self._find(root, "", False)
         self.name = self._bases.get(id(root), "")

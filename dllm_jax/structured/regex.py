@@ -92,7 +92,7 @@ class _Nfa:
     def _members(
         self, start: int, each: list[tuple[Tree, bool]], comma: Tree, least: int, most: int | None
     ) -> int:
-        """`at` has the states behind so many members; the last one those behind more of them."""
+        """`at` has the states after each number of members; the last one those after more."""
         last = max(least, 1) if most is None else most + 1
         at: dict[int, int] = {0: start}
         for tree, is_required in each:
@@ -189,7 +189,7 @@ def byte_automaton(tree: Tree, budget: Budget) -> tuple[np.ndarray, np.ndarray]:
     first = closure(start)
     numbers, todo = {frozenset(): 0, first: 1}, [first]
     rows = {0: np.zeros(256, np.int32)}
-    known: dict[tuple[int, ...], int] = {(): 0}  # the number of the states behind edges
+    known: dict[tuple[int, ...], int] = {(): 0}  # the number of the states after edges
     while todo:
         states = todo.pop()
         budget.check(len(numbers))

@@ -126,7 +126,7 @@ def number_tree(way: Sequence[Any], is_whole: bool) -> Tree:
     for step, path in zip(steps, paths, strict=True):
         if step != step.to_integral_value() or step > MOST_STEP:
             raise refused(path, f"is supported for whole numbers up to {MOST_STEP}; leave it out")
-    # No text of so many digits is written.
+    # No text of that many digits is written.
     low, high = None if low is None else max(low, -_FAR), None if high is None else min(high, _FAR)
     for bound in (low, high):
         if bound is not None and len(format(bound, "f")) > MOST_DIGITS:

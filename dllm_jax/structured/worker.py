@@ -82,7 +82,7 @@ class Worker:
         return found
 
     def close(self) -> int | None:
-        """End the process; its exit status, if it had ended before or ends now by itself."""
+        """End the process; its exit status, if it had ended before or ends now."""
         process, self._process = self._process, None
         if process is None:
             return None

@@ -83,7 +83,7 @@ class _Link:
         return arith.muli(value, mgpu.c(factor, self._i64))
 
     def _slice(self, behind, device):
-        """The offset of what a device sends to this block, so many launches behind this one."""
+        """The offset of what a device sends to this block, a number of launches after this one."""
         turn = arith.addi(self._count, mgpu.c(behind, self._i32))
         turn = arith.extui(self._i64, arith.remui(turn, mgpu.c(TURNS, self._i32)))
         number = arith.addi(self._times(turn, len(self._devices)), device)
@@ -143,7 +143,7 @@ class _Link:
         return [vectors[i : i + count] for i in range(0, len(vectors), count)]
 
     def end(self, count):
-        """Note that a launch is over that used so many vectors of each slice."""
+        """Note that a launch is over, and the vectors of each slice that it used."""
         mgpu.utils.warpgroup_barrier()  # every thread has read the state
         is_first = arith.cmpi(arith.CmpIPredicate.eq, self._thread, mgpu.c(0, self._i32))
         with mgpu.utils.when(is_first):

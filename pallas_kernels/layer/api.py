@@ -413,9 +413,8 @@ def gated_matmul(
         }
         return dispatch.run(implementation, back_ends, rows, w)
     assert isinstance(x, jax.Array)
-    flat = x.reshape(
-        -1, x.shape[-1]
-    )  # a kernel of as many rows is compiled once, whatever they are
+    # One kernel for a number of rows, whatever the leading axes.
+    flat = x.reshape(-1, x.shape[-1])
     kernel = _many_rows(flat, w) if len(flat) > mosaic.MOST_ROWS else _few_rows(flat, w)
     back_ends = {"mosaic": kernel, "xla": BackEnd(reference.gated_matmul)}
     return dispatch.run(implementation, back_ends, flat, w).reshape(*x.shape[:-1], -1)

@@ -47,7 +47,6 @@ _WEIGHT = jnp.bfloat16
 _CHUNK = 16  # ids that a warpgroup reads off at a time: 8 logits a thread
 _MULTIPROCESSORS = 132
 _STAGES = {256: 4, 192: 5}  # ids of a tile: buffers that there is room for
-_TILE_IDS = 48  # ids in whose time a tile begins and ends, about
 _NEVER = -1e38  # logit of ids that are not chosen; finite, so that differences are finite
 _LEAST = -3e38  # less than that
 _NO_ID = 1 << 24

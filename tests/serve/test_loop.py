@@ -18,7 +18,7 @@ import pytest
 from dllm_jax.engine.checks import Refused
 from dllm_jax.engine.faults import Faults
 from dllm_jax.serve import child, pipe
-from dllm_jax.serve.beside import MOST_EACH, Work
+from dllm_jax.serve.side_work import MOST_EACH, Work
 from dllm_jax.structured.worker import WorkerFault
 from tests.oracles.engine_world import HOST, World
 from tests.serve import scripted

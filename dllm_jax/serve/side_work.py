@@ -1,4 +1,4 @@
-"""Work beside the engine's loop: a request waits for it, and no other request does.
+"""Work outside the engine's loop: a request waits for it, and no other request does.
 
 One thread works at a time, and clients take turns. Nothing here knows what the work is.
 """
@@ -41,7 +41,7 @@ class _Piece:
         self.request_ids: list[int] = []
 
 
-class Beside:
+class SideWork:
     """Pieces of work in order, one of them under way in a thread.
 
     Args:
