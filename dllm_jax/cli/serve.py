@@ -362,8 +362,8 @@ def served(llm: Any) -> "Served":
     from dllm_jax.api.questions import Read
     from dllm_jax.engine.layout import DeviceFailure
     from dllm_jax.engine.requests import Request
-    from dllm_jax.serve.beside import Work
     from dllm_jax.serve.child import Served, facts_of
+    from dllm_jax.serve.side_work import Work
 
     def request(ids: list[int], suffix: list[int] | None, fields: dict[str, Any]) -> Request:
         made = Request(prompt_token_ids=ids, **fields)
