@@ -30,15 +30,12 @@ from .tokenizer_files import present, read_facts, read_json
 from .weights import has_own_head
 
 # Weights next to the shards that are not read, although the model depends on them; by family.
-_UNO = "adapter/adapter_config.json"
+_UNO, _MIMO = "adapter/adapter_config.json", "mask_embedding.pt"
 _OUTSIDE = {
     ("sdar", _UNO): f"{_UNO} makes this Uno, whose adapter is on while it drafts and off while it "
     "judges, which is not supported; planned",
-    (
-        "dflash",
-        "mask_embedding.pt",
-    ): "mask_embedding.pt replaces a row of the target's embedding (MiMo), which "
-    "is not supported; use a draft whose mask is a row of that",
+    ("dflash", _MIMO): f"{_MIMO} replaces a row of the target's embedding (MiMo), which is not "
+    "supported; use a draft whose mask is a row of that",
 }
 _MOST_EXPERTS = 100_000  # of all layers, beyond what the files have tensors for
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}

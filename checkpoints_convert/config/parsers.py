@@ -97,8 +97,7 @@ def llada_moe(fields: Fields, layers: Layers) -> dict[str, Any]:
     if config.get("clip_qkv") is not None:
         fields.problems.append(f"clip_qkv={config['clip_qkv']!r} is not supported; only null is")
     usual = {"norm_topk_prob": False, "routed_scaling_factor": 1, "router_num_group": 1}
-    unread = [key for key in usual if config.get(key) not in (None, usual[key])]
-    if unread:
+    if unread := [key for key in usual if config.get(key) not in (None, usual[key])]:
         fields.notes.append(f"{', '.join(unread)}: the family's own code does not read it")
     given: Any = config.get("moe_layer_freq", [1] * count)
     routed = cast(list[Any], given) if isinstance(given, list) else []
@@ -210,13 +209,7 @@ def llada2(fields: Fields, layers: Layers) -> dict[str, Any]:
     }
 
 
-PARSERS = {
-    "hf": hf,
-    "qwen_moe": qwen_moe,
-    "llada_moe": llada_moe,
-    "llada": llada,
-    "llada2": llada2,
-}
+PARSERS = {f.__name__: f for f in (hf, qwen_moe, llada_moe, llada, llada2)}
 
 
 def decoder(fields: Fields) -> dict[str, Any]:

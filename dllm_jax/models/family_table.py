@@ -197,6 +197,16 @@ _AS_LLADA: Mapping[str, Any] = {
     "remasking": "low_confidence",
     "block_length": 32,
 }
+# As Dream's authors do: the least entropy first, a forward a token, the text as one block.
+_AS_DREAM: Mapping[str, Any] = {
+    **_AS_LLADA,
+    "shift": True,
+    "remasking": "entropy",
+    "block_length": None,
+    "layers": _QWEN2,
+    "stop_tokens": _QWEN_ENDS,
+    "pad_token_id": 151643,
+}
 # dllm's A2D and OPDLM: an autoregressive model made into a masked or a block diffusion model, which
 # its files do not tell. A name that does decides.
 _BY_BLOCKS: Mapping[str, Any] = {
@@ -212,6 +222,8 @@ _A2D: Mapping[str, Any] = {
     **_AS_LLADA,
     "alternatives": ("block_diffusion",),
     "mask_tokens": ("<|mask|>",),
+    "stop_tokens": _QWEN_ENDS,
+    "pad_token_id": 151643,
     "hints": (
         Hint(pattern="mdlm", settings={"alternatives": ()}),
         Hint(pattern="bd3lm|opdlm", settings=_BY_BLOCKS),
@@ -233,25 +245,15 @@ FAMILIES = (
         pad_token_id=126081,
     ),
     # Dream-org/Dream-v0-Base-7B, -Instruct-7B; apple/DiffuCoder-7B-*, which its config does not
-    # tell apart. "Dream" is also the reasoner's model_type, so it identifies neither. Decoded as on
-    # their cards: the least entropy first, a forward a token, the text as one block.
+    # tell apart. "Dream" is also the reasoner's model_type, so it identifies neither.
     Family(
         family="dream",
         architecture="DreamModel",
-        layers=_QWEN2,
-        shift=True,
-        attention="full",
-        strategy="full_sequence",
-        block_size=32,
-        buffer_size=16,
-        accept_threshold=1.0,
-        remasking="entropy",
+        **_AS_DREAM,
         temperature=0.2,
         top_p=0.95,
         mask_token_id=151666,
         mask_tokens=("<|mask|>",),
-        stop_tokens=_QWEN_ENDS,
-        pad_token_id=151643,
         trained_len=2048,
         hints=(
             Hint(pattern="diffucoder", settings={"temperature": 0.3, "trained_len": None}),
@@ -455,8 +457,6 @@ FAMILIES = (
         layers=_QWEN3,
         **_A2D,
         mask_token_id=151669,
-        stop_tokens=_QWEN_ENDS,
-        pad_token_id=151643,
     ),
     # dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-{mdlm,bd3lm}-v0.1
     Family(
@@ -466,35 +466,23 @@ FAMILIES = (
         layers=_QWEN2,
         **_A2D,
         mask_token_id=151665,
-        stop_tokens=_QWEN_ENDS,
-        pad_token_id=151643,
     ),
     Family(
         family="a2d_llama",
         architecture="A2DLlamaLMHeadModel",
         model_types=("a2d-llama",),
-        **_A2D,
+        **{**_A2D, "stop_tokens": (), "pad_token_id": None},
         mask_token_id=None,
-        stop_tokens=(),
     ),
     # fredzzp/open-dcoder-0.5B: a Qwen2 by its class. The card remasks too (P2), which is not here.
     Family(
         family="open_dcoder",
         architecture="Qwen2ForCausalLM",
-        layers=_QWEN2,
-        shift=True,
-        attention="full",
-        strategy="full_sequence",
-        block_size=32,
-        buffer_size=16,
-        accept_threshold=1.0,
-        remasking="entropy",
+        **_AS_DREAM,
         temperature=0.5,
         mask_token_id=151665,
         mask_tokens=("[MASK]",),
         is_marked=True,
-        stop_tokens=_QWEN_ENDS,
-        pad_token_id=151643,
     ),
 )
 

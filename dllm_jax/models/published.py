@@ -159,38 +159,12 @@ _LLADA_8B: Config = {
     "eos_token_id": 126081,
     "pad_token_id": 126081,
 }
-_ILLADA = _hf(
-    *("ILLaDAForCausalLM", "illada"),
-    *(32, 4096, 32, 8, 14336, 155136),
-    rope_theta=500000.0,
-    tie_word_embeddings=True,
-    max_position_embeddings=8192,
-    attention_bias=False,
-    mlp_bias=False,
-    layer_norm_eps=None,
-    bos_token_id=0,
-    pad_token_id=1,
-    eos_token_id=2,
-)
 _LLADA_MOE = _hf(
     *("LLaDAMoEModelLM", "llada"),
     *(16, 2048, 16, 16, 8192, 157184),
-    rope_theta=50000.0,
-    rms_norm_eps=1e-5,
-    max_position_embeddings=4096,
-    attention_bias=False,
-    clip_qkv=None,
-    dense_intermediate_size=8192,
-    expert_intermediate_size=1024,
-    shared_expert_intermediate_size=None,
-    moe_layer_freq=[1] * 16,
-    num_experts=64,
-    num_experts_per_tok=8,
-    qk_layernorm=True,
-    moe_router_enable_expert_bias=False,
-    moe_router_score_function="softmax",
-    eos_token_id=156892,
-    pad_token_id=156892,
+    **{"rope_theta": 50000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    **{"num_experts": 64, "num_experts_per_tok": 8, "expert_intermediate_size": 1024},
+    **{"eos_token_id": 156892, "pad_token_id": 156892},
 )
 _DREAM_REASONER = _hf(
     *("DreamForCausalLM", "Dream"),
@@ -198,18 +172,16 @@ _DREAM_REASONER = _hf(
     **_SDAR,
     block_size=32,
 )
-_STABLE_DIFFCODER = _hf(
-    *("StableDiffcoderForCausalLM", "llama"),
-    *(32, 4096, 32, 8, 14336, 155136),
-    rope_theta=500000.0,
-    max_position_embeddings=8192,
-    attention_bias=False,
-    mlp_bias=False,
-    bos_token_id=0,
-    pad_token_id=1,
-    eos_token_id=2,
-    auto_map={"AutoModelForCausalLM": "modeling_stable_diffcoder.StableDiffcoderForCausalLM"},
-)
+_SEED: Config = {  # sizes, length and ends of Seed-Coder-8B
+    **_hf("StableDiffcoderForCausalLM", "llama", 32, 4096, 32, 8, 14336, 155136),
+    **{"rope_theta": 500000.0, "max_position_embeddings": 8192},
+    **{"attention_bias": False, "mlp_bias": False},
+    **{"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2},
+}
+_CLASS = "modeling_stable_diffcoder.StableDiffcoderForCausalLM"
+_STABLE_DIFFCODER = {**_SEED, "auto_map": {"AutoModelForCausalLM": _CLASS}}
+_ILLADA_NAMES = {"architectures": ["ILLaDAForCausalLM"], "model_type": "illada"}
+_ILLADA = {**_SEED, **_ILLADA_NAMES, "tie_word_embeddings": True}
 _MOE_SIZES = (48, 2048, 32, 4, 6144, 151936)
 _SDAR_MOE = _hf("SDARMoeForCausalLM", "sdar_moe", *_MOE_SIZES, **_SDAR, **_EXPERTS)
 _QWEN3_MOE = _hf("Qwen3MoeForCausalLM", "qwen3_moe", *_MOE_SIZES, **_QWEN3, **_EXPERTS)
@@ -287,12 +259,10 @@ _DIFFUSION_GEMMA: Config = {
     },
 }
 
-_QWEN2_CODER = _hf(
-    *("Qwen2ForCausalLM", "qwen2"),
-    *(24, 896, 14, 2, 4864, 151936),
-    **{**_QWEN2, **_ENDS, "eos_token_id": 151645, "tie_word_embeddings": True},
-    max_position_embeddings=32768,
-)
+_QWEN2_CODER = {
+    **_hf("Qwen2ForCausalLM", "qwen2", 24, 896, 14, 2, 4864, 151936, **_QWEN2, **_ENDS),
+    **{"eos_token_id": 151645, "tie_word_embeddings": True, "max_position_embeddings": 32768},
+}
 
 PUBLISHED: dict[str, Config] = {
     **dict.fromkeys(

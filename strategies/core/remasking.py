@@ -10,7 +10,6 @@ not a block of the window. A hole is any cell before the request's limit that is
 Source: LLaDA (arXiv 2502.09992), `generate.py`; Dream (arXiv 2508.15487), `diffusion_generate`.
 """
 
-import functools
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -94,12 +93,12 @@ def count(
 def next_of(
     phrase: tuple[int, ...], state: DecodeState, holes: Bool[Array, "B K S"]
 ) -> tuple[Int[Array, "B K S"], Float[Array, "B K S"]]:
-    """The id with which the leftmost hole would go on with `phrase`, and how far the text is.
+    """The id that goes on with `phrase` at each cell, and how far the text is.
 
     Returns:
-        For each cell the id that follows what of the phrase stands before it, the first if nothing
-        does. At the leftmost of `holes` the share of the limit up to and with it, 0 elsewhere and
-        where the text holds the phrase.
+        The id after what of the phrase stands before a cell, the first if nothing does. At the
+        leftmost of `holes` the share of the limit up to and with it, 0 elsewhere and where the text
+        holds the phrase.
 
     Source: iLLaDA, the boost that ends its thoughts.
     """
@@ -107,22 +106,16 @@ def next_of(
     number = buffer.positions - buffer.prompt_len[:, None, None] + 1  # of a cell in the text
     text = jnp.where(buffer.filled & (number > 0), buffer.tokens, -1).reshape(len(holes), -1)
     padded = jnp.pad(text, ((0, 0), (count, 0)), constant_values=-1)
-
-    def stands(known: int) -> Bool[Array, "B W"]:
-        """Whether the first `known` ids of the phrase stand right before a cell."""
-        cells = (padded[:, count - known + m :][:, : text.shape[1]] for m in range(known))
-        return functools.reduce(
-            jnp.logical_and, (cell == token for cell, token in zip(cells, phrase, strict=False))
-        )
-
-    ids = jnp.full_like(text, phrase[0])
-    for known in range(1, count):
-        ids = jnp.where(stands(known), phrase[known], ids)
-    flat = holes.reshape(text.shape)
-    leftmost = (flat & (jnp.cumsum(flat, axis=1) == 1)).reshape(holes.shape)
-    goes_on = leftmost & ~jnp.any(stands(count), axis=1)[:, None, None]
+    before = jnp.stack([padded[:, i : i + text.shape[1]] for i in range(count)], axis=-1)
+    # [B, W, count]: whether the first 1, 2, ... ids of the phrase stand right before a cell
+    ends = (before[..., count - n :] == jnp.asarray(phrase[:n]) for n in range(1, count + 1))
+    stands = jnp.stack([jnp.all(end, axis=-1) for end in ends], axis=-1)
+    longest = jnp.max(jnp.where(stands[..., :-1], jnp.arange(1, count), 0), axis=-1, initial=0)
+    leftmost = holes & (jnp.cumsum(holes.reshape(text.shape), 1).reshape(holes.shape) == 1)
+    goes_on = leftmost & ~jnp.any(stands[..., -1], axis=1)[:, None, None]
     share = number / jnp.maximum(buffer.limit - buffer.prompt_len, 1)[:, None, None]
-    return ids.reshape(holes.shape), jnp.where(goes_on, jnp.clip(share, 0, 1), 0)
+    ids = jnp.asarray(phrase)[longest].reshape(holes.shape)
+    return ids, jnp.where(goes_on, jnp.clip(share, 0, 1), 0)
 
 
 # --- how many -------------------------------------------------------------------------------------
