@@ -14,6 +14,7 @@ from dllm_jax.cli import bench_serve, bench_step, flags
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError
 from dllm_jax.cli.eval import check_output
+from dllm_jax.cli.flags import Group, flag, number, whole
 from dllm_jax.cli.interrupt import ALL, Interrupt
 from dllm_jax.cli.prompts import read_prompts
 from dllm_jax.cli.text import count
@@ -29,111 +30,77 @@ BARE_BLOCKS, BARE_ROUNDS = 4, 32
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What is measured, each with its flags."""
     whats = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    summary = "many requests at once, or at a rate: tokens a second of the whole engine"
-    child = whats.add_parser("throughput", help=summary, description=summary)
-    _add_common(child)
-    group = child.add_argument_group("load")
-    group.add_argument(
-        "--num-prompts",
-        type=flags.whole(1),
-        default=64,
-        metavar="N",
-        help="requests in all (default: %(default)s)",
-    )
-    group.add_argument(
-        "--request-rate",
-        type=flags.number(0, 1e6, open_low=True),
-        metavar="R",
-        help="requests a second, arriving at random (default: all are there at the start)",
-    )
-    summary = "one batch again and again: how long it takes"
-    child = whats.add_parser("latency", help=summary, description=summary)
-    _add_common(child)
-    group = child.add_argument_group("load")
-    group.add_argument(
-        "--batch-size",
-        type=flags.whole(1),
-        default=1,
-        metavar="B",
-        help="requests of a batch (default: %(default)s)",
-    )
-    group.add_argument(
-        "--num-iters",
-        type=flags.whole(1),
-        default=5,
-        metavar="N",
-        help="batches that are timed, after one that is not (default: %(default)s)",
-    )
-    child = whats.add_parser("step", help=bench_step.SUMMARY, description=bench_step.SUMMARY)
-    bench_step.add_arguments(child)
-    summary = bench_serve.SUMMARY
-    child = whats.add_parser("serve", help=summary, description=summary)
-    bench_serve.add_arguments(child)
+    for what, summary, load in LOADS:
+        child = whats.add_parser(what, help=summary, description=summary)
+        child.epilog = EPILOG
+        flags.add(child, *COMMON, Group("load", *load))
+    for what, module in (("step", bench_step), ("serve", bench_serve)):
+        child = whats.add_parser(what, help=module.SUMMARY, description=module.SUMMARY)
+        module.add_arguments(child)
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        "Greedy. fixed: each step takes exactly n tokens, the surest of the model's own, from "
-        "prompts of random ids: the work is known and the speed is the kernels'. adaptive: the "
-        "model's own strategy on real text. step_ms is the wall time of a decode step, bare the "
-        "same compiled program in a loop on the device, floor what the device needs at least."
-    )
-    parser.add_argument(
-        "--debug",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="show the traceback of a failure",
-    )
-    flags.add_model_flags(parser)
-    flags.add_strategy_flags(parser)
-    flags.add_draft_flag(parser)
-    flags.add_engine_flags(parser)
-    group = parser.add_argument_group("work")
-    group.add_argument(
-        "--mode",
-        choices=("fixed", "adaptive"),
-        help="what a step does, see below (default: adaptive for built-in models, with "
-        "--prompt-file and with --draft, else fixed)",
-    )
-    group.add_argument(
-        "--tokens-per-step",
-        type=flags.whole(1),
-        metavar="N",
-        help="fixed: n (default: 4, of a canvas a sixteenth)",
-    )
-    group.add_argument(
-        "--input-len",
-        type=flags.lengths,
-        metavar="N[:M]",
-        help=f"fixed: tokens of a prompt, log-uniform from N to M (default: {INPUTS})",
-    )
-    group.add_argument(
-        "--output-len",
-        type=flags.lengths,
-        metavar="N[:M]",
-        help=f"tokens of a text (fixed: default {OUTPUTS}); adaptive: at most so many "
-        f"(default {MAX_TOKENS})",
-    )
-    group.add_argument(
-        "--prompt-file",
-        metavar="FILE",
-        help="adaptive: UTF-8, one prompt a line (default: the built-in word problems)",
-    )
-    group.add_argument(
-        "--seed",
-        type=flags.whole(0, 2**32 - 1),
-        default=0,
-        metavar="N",
-        help="of the work (default: %(default)s)",
-    )
-    group = parser.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="one JSON object instead of the lines")
-    group.add_argument(
-        "--output",
-        "--out",
-        metavar="FILE",
-        help="write the JSON object to FILE as well (default: no file)",
-    )
+LOADS = (
+    (
+        "throughput",
+        "many requests at once, or at a rate: tokens a second of the whole engine",
+        (
+            flags.NUM_PROMPTS,
+            flag(
+                "--request-rate R",
+                "requests a second, arriving at random (default: all are there at the start)",
+                number(0, 1e6, open_low=True),
+            ),
+        ),
+    ),
+    (
+        "latency",
+        "one batch again and again: how long it takes",
+        (
+            flag("--batch-size B", "requests of a batch", whole(1), 1),
+            flag("--num-iters N", "batches that are timed, after one that is not", whole(1), 5),
+        ),
+    ),
+)
+EPILOG = (
+    "Greedy. fixed: each step takes exactly n tokens, the surest of the model's own, from "
+    "prompts of random ids: the work is known and the speed is the kernels'. adaptive: the "
+    "model's own strategy on real text. step_ms is the wall time of a decode step, bare the "
+    "same compiled program in a loop on the device, floor what the device needs at least."
+)
+COMMON = (
+    Group("", flags.DEBUG),
+    flags.MODEL,
+    flags.strategy(),
+    flags.DRAFT,
+    flags.ENGINE,
+    Group(
+        "work",
+        flag(
+            "--mode",
+            "what a step does, see below (default: adaptive for built-in models, with "
+            "--prompt-file and with --draft, else fixed)",
+            ("fixed", "adaptive"),
+        ),
+        flag("--tokens-per-step N", "fixed: n (default: 4, of a canvas a sixteenth)", whole(1)),
+        flag(
+            "--input-len N[:M]",
+            f"fixed: tokens of a prompt, log-uniform from N to M (default: {INPUTS})",
+            flags.lengths,
+        ),
+        flag(
+            "--output-len N[:M]",
+            f"tokens of a text (fixed: default {OUTPUTS}); adaptive: at most so many "
+            f"(default {MAX_TOKENS})",
+            flags.lengths,
+        ),
+        flag(
+            "--prompt-file FILE",
+            "adaptive: UTF-8, one prompt a line (default: the built-in word problems)",
+        ),
+        flag("--seed N", "of the work", flags.seed, 0),
+    ),
+    Group("output", flags.AS_JSON, flags.OUTPUT),
+)
 
 
 def run(args: argparse.Namespace, stop: Interrupt) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 from dllm_jax.cli import flags
 from dllm_jax.cli.errors import UsageError
 from dllm_jax.cli.eval import check_output
+from dllm_jax.cli.flags import Group, flag, number, whole
 from dllm_jax.cli.prompts import read_file
 
 SUMMARY = "a load on an OpenAI server over HTTP: times to blocks, between them, tokens a forward"
@@ -31,181 +32,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Greedy unless --temperature says otherwise. A block, or chunk, is what the server sends "
         "at once. docs/benchmarks.md says how each number is counted."
     )
-    parser.add_argument(
-        "--debug",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="show the traceback of a failure",
-    )
-    group = parser.add_argument_group("server")
-    group.add_argument(
-        "--base-url", metavar="URL", help="of the server (default: http://HOST:PORT)"
-    )
-    group.add_argument("--host", default="127.0.0.1", help="(default: %(default)s)")
-    group.add_argument(
-        "--port", type=flags.whole(1, 65535), default=8000, help="(default: %(default)s)"
-    )
-    group.add_argument(
-        "--backend",
-        choices=("openai", "openai-chat", "vllm"),
-        help="openai, vllm: completions; openai-chat: one user message (default: openai for "
-        "--dataset-name random, else openai-chat)",
-    )
-    group.add_argument("--endpoint", metavar="PATH", help="(default: that of the back end)")
-    group.add_argument(
-        "--model", metavar="NAME", help="what requests name (default: the first of /v1/models)"
-    )
-    group.add_argument(
-        "--header",
-        action="append",
-        default=[],
-        type=_header,
-        metavar="NAME=VALUE",
-        help="sent with every request, e.g. 'Authorization=Bearer KEY'; repeat it for several "
-        "(default: none)",
-    )
-    group.add_argument(
-        "--ready-check-timeout-sec",
-        type=flags.number(0, 86400),
-        default=0.0,
-        metavar="S",
-        help="wait so long for /v1/models (default: %(default)g)",
-    )
-    group = parser.add_argument_group("work")
-    group.add_argument(
-        "--dataset-name",
-        choices=DATA_SETS,
-        help="random: ids from --tokenizer; custom: --dataset-path; problems: word problems, which "
-        "are graded (default: custom with --dataset-path, else random)",
-    )
-    group.add_argument(
-        "--dataset-path",
-        "--prompt-file",
-        metavar="FILE",
-        help="UTF-8, one prompt a line; .jsonl: objects with 'prompt' and 'output_tokens' "
-        "(default: none)",
-    )
-    group.add_argument(
-        "--tokenizer",
-        metavar="MODEL",
-        help="of random prompts: a folder, hub id or builtin:NAME (default: what /v1/models calls "
-        "root)",
-    )
-    group.add_argument(
-        "--input-len",
-        "--random-input-len",
-        type=flags.lengths,
-        metavar="N[:M]",
-        help=f"random: tokens of a prompt, log-uniform from N to M (default: {INPUTS})",
-    )
-    group.add_argument(
-        "--output-len",
-        "--random-output-len",
-        "--custom-output-len",
-        type=flags.lengths,
-        metavar="N[:M]",
-        help=f"max_tokens of a text (default: {OUTPUTS} of random, {MAX_TOKENS} of others)",
-    )
-    group.add_argument(
-        "--num-prompts",
-        type=flags.whole(1),
-        default=64,
-        metavar="N",
-        help="requests in all (default: %(default)s)",
-    )
-    group.add_argument(
-        "--num-warmups",
-        type=flags.whole(0),
-        default=0,
-        metavar="N",
-        help="requests that do not count, before the others (default: %(default)s)",
-    )
-    group.add_argument(
-        "--temperature",
-        type=flags.number(0, 1e6),
-        default=0.0,
-        metavar="T",
-        help="(default: %(default)g)",
-    )
-    group.add_argument(
-        "--ignore-eos", action="store_true", help="texts go on to --output-len tokens"
-    )
-    group.add_argument(
-        "--extra-body",
-        type=_fields,
-        default={},
-        metavar="JSON",
-        help="more fields of each request, as an object (default: none)",
-    )
-    _add_load(parser)
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--metric-percentiles",
-        type=_percentiles,
-        default=(50, 90, 99),
-        metavar="P,...",
-        help="which are printed beside the mean (default: 50,90,99)",
-    )
-    group.add_argument("--json", action="store_true", help="one JSON object instead of the lines")
-    group.add_argument(
-        "--output",
-        "--out",
-        metavar="FILE",
-        help="write the JSON object to FILE as well (default: no file)",
-    )
-
-
-def _add_load(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("load")
-    group.add_argument(
-        "--request-rate",
-        type=_rate,
-        default=math.inf,
-        metavar="R",
-        help="requests a second, arriving at random (default: inf, all at the start)",
-    )
-    group.add_argument(
-        "--burstiness",
-        type=_rate,
-        default=1.0,
-        metavar="B",
-        help="of arrivals: 1 is a Poisson process, less comes in bursts, inf evenly "
-        "(default: %(default)g)",
-    )
-    group.add_argument(
-        "--max-concurrency",
-        type=flags.whole(1),
-        metavar="N",
-        help="most requests under way; others wait here (default: no limit)",
-    )
-    group.add_argument(
-        "--goodput",
-        nargs="+",
-        type=_objective,
-        default=[],
-        metavar="NAME:MS",
-        help="objectives of a good request: ttft (first block), tpot, e2el in milliseconds "
-        "(default: none)",
-    )
-    group.add_argument(
-        "--timeout",
-        type=flags.number(0, 86400, open_low=True),
-        default=600.0,
-        metavar="S",
-        help="after which a request has failed (default: %(default)g)",
-    )
-    group.add_argument(
-        "--seed",
-        type=flags.whole(0, 2**32 - 1),
-        default=0,
-        metavar="N",
-        help="of prompts, lengths and arrivals (default: %(default)s)",
+    flags.add(
+        parser,
+        Group("", flags.DEBUG),
+        SERVER,
+        WORK,
+        Group(
+            "load",
+            flag(
+                "--request-rate R",
+                "requests a second, arriving at random (default: inf, all at the start)",
+                _rate,
+                math.inf,
+            ),
+            flag(
+                "--burstiness B",
+                "of arrivals: 1 is a Poisson process, less comes in bursts, inf evenly",
+                _rate,
+                1.0,
+            ),
+            flag(
+                "--max-concurrency N",
+                "most requests under way; others wait here (default: no limit)",
+                whole(1),
+            ),
+            flag(
+                "--goodput NAME:MS",
+                "objectives of a good request: ttft (first block), tpot, e2el in milliseconds",
+                _objective,
+                [],
+                nargs="+",
+            ),
+            flag("--timeout S", "after which a request has failed", flags.seconds_above_0, 600.0),
+            flag("--seed N", "of prompts, lengths and arrivals", flags.seed, 0),
+        ),
+        Group(
+            "output",
+            flag(
+                "--metric-percentiles P,...",
+                "which are printed beside the mean (default: 50,90,99)",
+                _percentiles,
+                (50, 90, 99),
+            ),
+            flags.AS_JSON,
+            flags.OUTPUT,
+        ),
     )
 
 
 def _rate(text: str) -> float:
     """An argparse type: a number above 0, or inf."""
-    return math.inf if text.lower() == "inf" else flags.number(0, 1e6, open_low=True)(text)
+    return math.inf if text.lower() == "inf" else number(0, 1e6, open_low=True)(text)
 
 
 def _header(text: str) -> tuple[str, str]:
@@ -228,7 +105,7 @@ def _fields(text: str) -> dict[str, Any]:
 
 
 def _percentiles(text: str) -> tuple[float, ...]:
-    return tuple(flags.number(0, 100)(part) for part in text.split(","))
+    return tuple(number(0, 100)(part) for part in text.split(","))
 
 
 def _objective(text: str) -> tuple[str, float]:
@@ -239,7 +116,68 @@ def _objective(text: str) -> tuple[str, float]:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not NAME:MS of {', '.join(GOODPUT)}; write e.g. ttft:200"
         )
-    return name, flags.number(0, 1e9)(value)
+    return name, number(0, 1e9)(value)
+
+
+SERVER = Group(
+    "server",
+    flag("--base-url URL", "of the server (default: http://HOST:PORT)"),
+    flag("--host", "", default="127.0.0.1"),
+    flag("--port", "", whole(1, 65535), 8000),
+    flag(
+        "--backend",
+        "openai, vllm: completions; openai-chat: one user message (default: openai for "
+        "--dataset-name random, else openai-chat)",
+        ("openai", "openai-chat", "vllm"),
+    ),
+    flag("--endpoint PATH", "(default: that of the back end)"),
+    flag("--model NAME", "what requests name (default: the first of /v1/models)"),
+    flag(
+        "--header NAME=VALUE",
+        "sent with every request, e.g. 'Authorization=Bearer KEY'; repeat it for several",
+        _header,
+        [],
+        action="append",
+    ),
+    flag("--ready-check-timeout-sec S", "wait so long for /v1/models", flags.seconds, 0.0),
+)
+WORK = Group(
+    "work",
+    flag(
+        "--dataset-name",
+        "random: ids from --tokenizer; custom: --dataset-path; problems: word problems, which "
+        "are graded (default: custom with --dataset-path, else random)",
+        DATA_SETS,
+    ),
+    flag(
+        "--dataset-path --prompt-file FILE",
+        "UTF-8, one prompt a line; .jsonl: objects with 'prompt' and 'output_tokens'",
+    ),
+    flag(
+        "--tokenizer MODEL",
+        "of random prompts: a folder, hub id or builtin:NAME (default: what /v1/models calls root)",
+    ),
+    flag(
+        "--input-len --random-input-len N[:M]",
+        f"random: tokens of a prompt, log-uniform from N to M (default: {INPUTS})",
+        flags.lengths,
+    ),
+    flag(
+        "--output-len --random-output-len --custom-output-len N[:M]",
+        f"max_tokens of a text (default: {OUTPUTS} of random, {MAX_TOKENS} of others)",
+        flags.lengths,
+    ),
+    flags.NUM_PROMPTS,
+    flag("--num-warmups N", "requests that do not count, before the others", whole(0), 0),
+    flag("--temperature T", "", flags.temperature, 0.0),
+    flag("--ignore-eos", "texts go on to --output-len tokens", bool),
+    flag(
+        "--extra-body JSON",
+        "more fields of each request, as an object (default: none)",
+        _fields,
+        {},
+    ),
+)
 
 
 def run(args: argparse.Namespace) -> int:

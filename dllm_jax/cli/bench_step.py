@@ -11,6 +11,7 @@ from typing import Any
 from dllm_jax.cli import flags
 from dllm_jax.cli.errors import UsageError
 from dllm_jax.cli.eval import check_output
+from dllm_jax.cli.flags import Group, flag, whole
 
 SUMMARY = "one decode step of given shapes beside its floor, and the kernels it consists of"
 KERNELS_SHOWN = 12
@@ -24,58 +25,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "that are judged. bare: the compiled step in a loop on the device. generate: "
         "wall time of LLM.generate over its steps. docs/benchmarks.md says how each is counted."
     )
-    parser.add_argument(
-        "--debug",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="show the traceback of a failure",
-    )
-    flags.add_model_flags(parser)
-    flags.add_draft_flag(parser)
-    group = parser.add_argument_group("step")
-    group.add_argument(
-        "--shapes",
-        type=shapes,
-        metavar="BxK[xS],...",
-        help="slots x blocks x tokens of a block (default: 1x1,1x4, the model's blocks; 1x1 where "
-        "nothing is masked)",
-    )
-    group.add_argument(
-        "--context",
-        type=flags.whole(1),
-        metavar="N",
-        help="tokens of each prompt (default: 512, or what the model has positions for)",
-    )
-    group.add_argument(
-        "--steps",
-        type=flags.whole(8),
-        metavar="N",
-        help="forwards of a run (default: 64, or what the model has positions for)",
-    )
-    group.add_argument(
-        "--repeats",
-        type=flags.whole(1),
-        default=5,
-        metavar="N",
-        help="runs; the median counts (default: %(default)s)",
-    )
-    flags.add_attention_flag(group)
-    flags.add_devices_flag(group)
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--profile", action="store_true", help="say how much of the step each kernel takes"
-    )
-    group.add_argument(
-        "--plot",
-        metavar="PNG",
-        help="draw the steps under the device's roofline to PNG (default: no plot)",
-    )
-    group.add_argument("--json", action="store_true", help="one JSON object instead of the lines")
-    group.add_argument(
-        "--output",
-        "--out",
-        metavar="FILE",
-        help="write the JSON object to FILE as well, after each shape (default: no file)",
+    flags.add(
+        parser,
+        Group("", flags.DEBUG),
+        flags.MODEL,
+        flags.DRAFT,
+        Group(
+            "step",
+            flag(
+                "--shapes BxK[xS],...",
+                "slots x blocks x tokens of a block (default: 1x1,1x4, the model's blocks; 1x1 "
+                "where nothing is masked)",
+                shapes,
+            ),
+            flag(
+                "--context N",
+                "tokens of each prompt (default: 512, or what the model has positions for)",
+                whole(1),
+            ),
+            flag(
+                "--steps N",
+                "forwards of a run (default: 64, or what the model has positions for)",
+                whole(8),
+            ),
+            flag("--repeats N", "runs; the median counts", whole(1), 5),
+            flags.ATTENTION,
+            flags.DEVICES,
+        ),
+        Group(
+            "output",
+            flag("--profile", "say how much of the step each kernel takes", bool),
+            flag(
+                "--plot PNG", "draw the steps under the device's roofline to PNG (default: no plot)"
+            ),
+            flags.AS_JSON,
+            flag(
+                "--output --out FILE",
+                "write the JSON object to FILE as well, after each shape (default: no file)",
+            ),
+        ),
     )
 
 

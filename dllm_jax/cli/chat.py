@@ -12,6 +12,7 @@ from typing import Any
 
 from dllm_jax.cli import flags
 from dllm_jax.cli import strategy as strategies
+from dllm_jax.cli.flags import Group, flag
 from dllm_jax.cli.interrupt import Interrupt, Interrupted
 from dllm_jax.cli.text import shown
 
@@ -21,27 +22,28 @@ HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops a
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the verb."""
     parser.epilog = f"{HELP}. From a pipe each line is a turn."
-    parser.add_argument(
-        "--system",
-        metavar="TEXT",
-        help="a system message before the first turn (default: none)",
+    flags.add(
+        parser,
+        Group(
+            "",
+            flag("--system TEXT", "a system message before the first turn"),
+            flag(
+                "--thinking",
+                "whether the model thinks before it answers, where its chat template lets one "
+                "choose (default: the template's)",
+                ("on", "off"),
+            ),
+            flag(
+                "--chat-template FILE",
+                "Jinja in the place of the model's chat template (default: the model's)",
+            ),
+        ),
+        flags.MODEL,
+        flags.strategy(),
+        flags.DRAFT,
+        flags.sampling("of sampling"),
+        flags.ENGINE_OF_ONE,
     )
-    parser.add_argument(
-        "--thinking",
-        choices=("on", "off"),
-        help="whether the model thinks before it answers, where its chat template lets one choose "
-        "(default: the template's)",
-    )
-    parser.add_argument(
-        "--chat-template",
-        metavar="FILE",
-        help="Jinja in the place of the model's chat template (default: the model's)",
-    )
-    flags.add_model_flags(parser)
-    flags.add_strategy_flags(parser)
-    flags.add_draft_flag(parser)
-    flags.add_sampling_flags(parser, seed="of sampling (default: 0)")
-    flags.add_engine_flags(parser, several=False)
 
 
 def run(args: argparse.Namespace, stop: Interrupt) -> int:

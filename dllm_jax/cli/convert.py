@@ -5,36 +5,39 @@ import time
 from pathlib import Path
 
 from dllm_jax.cli import flags
+from dllm_jax.cli.flags import Group, flag
 from dllm_jax.cli.interrupt import Interrupt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the verb."""
-    parser.add_argument(
-        "src", metavar="SRC", help="a Hugging Face folder, a hub id, or builtin:NAME"
-    )
-    parser.add_argument("dst", metavar="DST", help="the folder to make")
-    flags.add_source_flags(parser)
-    parser.add_argument(
-        "--dtype",
-        default="bfloat16",
-        choices=flags.DTYPES,
-        help="of the weights; for 8 bits give --quantize fp8 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--quantize",
-        choices=("fp8",),
-        help="write a Hugging Face folder of compressed-tensors, the matrices of its layers in 8 "
-        "bits (default: a converted folder, no rounding)",
-    )
-    parser.add_argument(
-        "--quantize-head",
-        action="store_true",
-        help="beside --quantize fp8: the head in 8 bits as well; refused if it is the embedding",
-    )
-    parser.add_argument("--force", action="store_true", help="replace DST if it is there")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check, tell the sizes, and write nothing"
+    flags.add(
+        parser,
+        Group(
+            "",
+            flag("src SRC", "a Hugging Face folder, a hub id, or builtin:NAME"),
+            flag("dst DST", "the folder to make"),
+            *flags.SOURCE,
+            flag(
+                "--dtype",
+                "of the weights; for 8 bits give --quantize fp8",
+                flags.DTYPES,
+                "bfloat16",
+            ),
+            flag(
+                "--quantize",
+                "write a Hugging Face folder of compressed-tensors, the matrices of its layers in "
+                "8 bits (default: a converted folder, no rounding)",
+                ("fp8",),
+            ),
+            flag(
+                "--quantize-head",
+                "beside --quantize fp8: the head in 8 bits as well; refused if it is the embedding",
+                bool,
+            ),
+            flag("--force", "replace DST if it is there", bool),
+            flag("--dry-run", "check, tell the sizes, and write nothing", bool),
+        ),
     )
 
 

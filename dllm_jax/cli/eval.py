@@ -10,6 +10,7 @@ from typing import Any
 from dllm_jax.cli import flags
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError
+from dllm_jax.cli.flags import Flag, Group, flag, whole
 from dllm_jax.cli.interrupt import ALL, Interrupt
 from dllm_jax.cli.text import count
 
@@ -29,109 +30,87 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "has it (buffer_size: not to block_diffusion) and must fit one of them; fields of one "
         "strategy go behind its name."
     )
-    flags.add_model_flags(parser)
-    flags.add_strategy_flags(
+    flags.add(
         parser,
-        repeat="repeat it to compare on the same problems "
-        "(default: block_diffusion and multi_bd; with --draft: ar and dflash)",
-    )
-    flags.add_draft_flag(parser)
-    group = add_problem_flags(parser, PROBLEMS, ("plain", "hard", "both"))
-    group.add_argument(
-        "--sweep",
-        type=_sweep,
-        metavar="KNOB=LOW:HIGH:N",
-        help="each strategy that has the threshold at N values of it, e.g. "
-        "accept_threshold=0.5:0.99:8 (default: one setting)",
-    )
-    group.add_argument(
-        "--one-token",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="also the accuracy at one token a forward, where masks are filled (slow, default: on)",
-    )
-    group = parser.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="one JSON object instead of the table")
-    group.add_argument(
-        "--output",
-        metavar="FILE",
-        help="write the JSON object to FILE as well (default: no file)",
-    )
-    group.add_argument(
-        "--plot",
-        metavar="FILE",
-        help="draw accuracy against tokens per forward to FILE (.svg, .png or .pdf; default: no "
-        "plot)",
+        flags.MODEL,
+        flags.strategy(
+            "repeat it to compare on the same problems "
+            "(default: block_diffusion and multi_bd; with --draft: ar and dflash)"
+        ),
+        flags.DRAFT,
+        problem_flags(
+            PROBLEMS,
+            ("plain", "hard", "both"),
+            flag(
+                "--sweep KNOB=LOW:HIGH:N",
+                "each strategy that has the threshold at N values of it, e.g. "
+                "accept_threshold=0.5:0.99:8 (default: one setting)",
+                _sweep,
+            ),
+            flag(
+                "--one-token",
+                "also the accuracy at one token a forward, where masks are filled (slow, "
+                "default: on)",
+                default=True,
+                action=argparse.BooleanOptionalAction,
+            ),
+        ),
+        Group("output", AS_JSON, OUTPUT, PLOT),
     )
 
 
-def add_problem_flags(parser: argparse.ArgumentParser, count: int, halves: tuple[str, ...]) -> Any:
+AS_JSON = flags.as_json("one JSON object instead of the table")
+OUTPUT = flag("--output FILE", "write the JSON object to FILE as well (default: no file)")
+PLOT = flag(
+    "--plot FILE",
+    "draw accuracy against tokens per forward to FILE (.svg, .png or .pdf; default: no plot)",
+)
+
+
+def problem_flags(count: int, halves: tuple[str, ...], *others: Flag) -> Group:
     """Which problems are decoded, and how their texts are judged.
 
     Args:
         count: Problems of a built-in half that are taken by default.
         halves: Choices of `--half`; the last one is the default.
+        others: More flags of the same group.
     """
-    group = parser.add_argument_group("problems")
-    group.add_argument(
-        "--data",
-        metavar="FILE",
-        help='your own problems: .jsonl with "question" and "answer" (default: the built-in ones)',
+    return Group(
+        "problems",
+        flag(
+            "--data FILE",
+            'your own problems: .jsonl with "question" and "answer" (default: the built-in ones)',
+        ),
+        flag(
+            "--scorer NAME",
+            "judge of --data: exact (the whole text), numeric (its last number) or regex:PATTERN "
+            "(the last match, or its first group) against the answer (default: numeric)",
+            _scorer,
+        ),
+        flag(
+            "--tasks NAME,...",
+            "tasks of lm-evaluation-harness that generate, as chats; needs lm-eval",
+        ),
+        flag(
+            "--include-path FOLDER",
+            "where the .yaml files of --tasks are (default: the harness's own tasks)",
+        ),
+        flag(
+            "--num-fewshot N",
+            "worked examples before each question of --tasks (default: the task's)",
+            whole(0),
+        ),
+        flag("--half", f"which built-in problems (default: {halves[-1]})", halves),
+        flag(
+            "--problems N",
+            f"the first N of a half (default: {count}), of --data or of a task (default: all)",
+            whole(1),
+        ),
+        flag("--seed", "of the built-in problems", flags.seed, 0),
+        flag("--batch-size B", "problems decoded at once", whole(1), 32),
+        flag("--max-tokens N", "tokens of a text at most", whole(1), 224),
+        *others,
     )
-    group.add_argument(
-        "--scorer",
-        type=_scorer,
-        metavar="NAME",
-        help="judge of --data: exact (the whole text), numeric (its last number) or regex:PATTERN "
-        "(the last match, or its first group) against the answer (default: numeric)",
-    )
-    group.add_argument(
-        "--tasks",
-        metavar="NAME,...",
-        help="tasks of lm-evaluation-harness that generate, as chats; needs lm-eval "
-        "(default: none)",
-    )
-    group.add_argument(
-        "--include-path",
-        metavar="FOLDER",
-        help="where the .yaml files of --tasks are (default: the harness's own tasks)",
-    )
-    group.add_argument(
-        "--num-fewshot",
-        type=flags.whole(0),
-        metavar="N",
-        help="worked examples before each question of --tasks (default: the task's)",
-    )
-    group.add_argument(
-        "--half", choices=halves, help=f"which built-in problems (default: {halves[-1]})"
-    )
-    group.add_argument(
-        "--problems",
-        type=flags.whole(1),
-        metavar="N",
-        help=f"the first N of a half (default: {count}), of --data or of a task (default: all)",
-    )
-    group.add_argument(
-        "--seed",
-        type=flags.whole(0, 2**32 - 1),
-        default=0,
-        help="of the built-in problems (default: %(default)s)",
-    )
-    group.add_argument(
-        "--batch-size",
-        type=flags.whole(1),
-        default=32,
-        metavar="B",
-        help="problems decoded at once (default: %(default)s)",
-    )
-    group.add_argument(
-        "--max-tokens",
-        type=flags.whole(1),
-        default=224,
-        metavar="N",
-        help="tokens of a text at most (default: %(default)s)",
-    )
-    return group
 
 
 def _scorer(name: str) -> tuple[str, Any]:
@@ -238,15 +217,12 @@ def check_problem_flags(args: argparse.Namespace) -> None:
     """Refuse flags that do not go together."""
     if args.tasks is not None and not all(args.tasks.split(",")):
         raise UsageError(f"--tasks {args.tasks!r} names no task; write e.g. gsm8k,minerva_math")
-    for flag, value in (("--data", args.data), ("--half", args.half), ("--scorer", args.scorer)):
+    for name, value in (("--data", args.data), ("--half", args.half), ("--scorer", args.scorer)):
         if args.tasks is not None and value is not None:
-            raise UsageError(f"{flag} and --tasks do not go together; leave one out")
-    for flag, value in (
-        ("--include-path", args.include_path),
-        ("--num-fewshot", args.num_fewshot),
-    ):
+            raise UsageError(f"{name} and --tasks do not go together; leave one out")
+    for name, value in (("--include-path", args.include_path), ("--num-fewshot", args.num_fewshot)):
         if args.tasks is None and value is not None:
-            raise UsageError(f"{flag} is of --tasks; give both")
+            raise UsageError(f"{name} is of --tasks; give both")
     if args.include_path is not None and not Path(args.include_path).is_dir():
         raise UsageError(f"--include-path {args.include_path!r} is no folder; give one")
     if args.data is None and args.scorer is not None:

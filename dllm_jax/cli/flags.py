@@ -1,17 +1,21 @@
-"""Flags that several verbs share, and their types."""
+"""Flags as rows in titled groups, the groups that several verbs share, and types of flags.
+
+A verb lists its groups and hands them to `add`; a flag of several verbs is one row here.
+"""
 
 import argparse
 import contextlib
 import math
+from argparse import SUPPRESS
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from dllm_jax.engine import checks
 
 DTYPES = ("auto", "bfloat16", "float32", "float16")
 QUANTIZATIONS = ("fp8", "none")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
-ATTENTION = ("xla", "cudnn", "triton", "mosaic")
+ATTENTION_KINDS = ("xla", "cudnn", "triton", "mosaic")
 # Fields of strategies with flags of their own.
 THRESHOLDS = {
     "accept_threshold": "probability above which a token is accepted",
@@ -92,260 +96,255 @@ def literal(text: str) -> Any:
     return text
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """--model, and how it is loaded."""
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model",
-        default="builtin:tiny-sdar",
-        metavar="SRC",
-        help="a folder (Hugging Face or converted), a hub id, builtin:NAME (listed by `info`), or "
-        "random:HUB_ID for random weights of a published shape (default: %(default)s)",
-    )
-    add_source_flags(group)
-    group.add_argument(
-        "--tokenizer",
-        metavar="SRC",
-        help="a folder or a hub id whose tokenizer and chat template are taken (default: those of "
-        "the model)",
-    )
-    group.add_argument(
-        "--dtype",
-        default="auto",
-        choices=DTYPES,
-        help="of the weights (default: auto, the checkpoint's on an accelerator, float32 on CPU)",
-    )
-    group.add_argument(
-        "--quantization",
-        choices=QUANTIZATIONS,
-        help="fp8: round the matrices of the layers to 8 bits while the model is loaded; none: "
-        "weights of 16 bits (default: 8 bits for what the folder stores in 4 or 8)",
-    )
-    group.add_argument(
-        "--kv-cache-dtype",
-        default="auto",
-        choices=KV_CACHE_DTYPES,
-        help="fp8: keys and values in 8 bits, which doubles the tokens that the cache holds "
-        "(default: auto, the type of the weights)",
-    )
-    group.add_argument(
-        "--quantize-head",
-        action="store_true",
-        help="round the head to 8 bits as well (default: it keeps its type)",
-    )
+class Flag(NamedTuple):
+    """One argument of a command line, as argparse takes it."""
+
+    names: tuple[str, ...]
+    options: dict[str, Any]
 
 
-def add_source_flags(parser: Any) -> None:
-    """--revision, --lora: of what a model is made."""
-    parser.add_argument(
-        "--revision",
-        metavar="REV",
-        help="branch, tag or commit of a hub id (default: its main branch)",
-    )
-    parser.add_argument(
-        "--lora",
-        metavar="SRC",
-        help="a LoRA adapter to merge in: a PEFT folder or a hub id (default: none)",
-    )
-
-
-def add_draft_flag(parser: argparse.ArgumentParser) -> None:
-    """--draft: the model that a speculative strategy drafts with."""
-    parser.add_argument(
-        "--draft",
-        metavar="SRC",
-        help="a drafter that was trained for the model: a folder, a hub id or builtin:NAME; the "
-        "strategy is then dflash, where none is named (default: none)",
-    )
-
-
-def add_attention_flag(parser: Any) -> None:
-    """--attention-implementation."""
-    parser.add_argument(
-        "--attention-implementation",
-        choices=ATTENTION,
-        help="back end of attention (default: the best there is)",
-    )
-
-
-def add_devices_flag(parser: Any) -> None:
-    """--tensor-parallel-size."""
-    parser.add_argument(
-        "--tensor-parallel-size",
-        "--tp",
-        type=whole(1),
-        default=1,
-        metavar="N",
-        help="devices that share the model (default: 1)",
-    )
-
-
-def add_engine_flags(parser: argparse.ArgumentParser, several: bool = True) -> None:
-    """Sizes of the engine; see `engine.make_llm`.
+def flag(usage: str, about: str, kind: Any = None, default: Any = None, **options: Any) -> Flag:
+    """A row: `flag("--page-size Z", "tokens of a page", whole(1), 64)`.
 
     Args:
-        several: The verb decodes more than one text at a time.
+        usage: All names of the flag, or one of a positional argument, then its metavar.
+        about: Its help. The default is added unless it is named here.
+        kind: None: a text; bool: a switch; several words: one of these; else an argparse type.
+        options: More of what `add_argument` takes.
     """
-    group = parser.add_argument_group("engine")
-    if several:
-        group.add_argument(
-            "--max-num-seqs", type=whole(1), metavar="N", help="texts decoded at once (default: 8)"
-        )
-    group.add_argument(
-        "--max-model-len",
-        type=whole(1),
-        metavar="N",
-        help="tokens of prompt and text together at most (default: what is needed)",
-    )
-    group.add_argument(
-        "--max-num-batched-tokens",
-        type=whole(1),
-        metavar="N",
-        help="prefill tokens between two decode steps at most (default: as many as take no longer "
+    words = usage.split()
+    names = [word for word in words if word.startswith("-")] or words[:1]
+    is_optional = names[0].startswith("-") and not options.get("required")
+    if is_optional and kind is not bool and "default" not in about and about != SUPPRESS:
+        shown = "%(default)g" if isinstance(default, float) else "%(default)s"
+        about = f"{about} (default: {'none' if default in (None, [], (), {}) else shown})".lstrip()
+    options["help"] = about
+    if default is not None:
+        options["default"] = default
+    if kind is bool:
+        options["action"] = "store_true"
+    elif isinstance(kind, tuple):
+        options["choices"] = kind
+    elif kind is not None:
+        options["type"] = kind
+    if len(words) > len(names):
+        options["metavar"] = words[-1]
+    return Flag(tuple(names), options)
+
+
+def as_json(what: str) -> Flag:
+    """--json: `what` it prints."""
+    return flag("--json", what, bool)
+
+
+class Group:
+    """Flags under a title of `--help`; without one they are among the usage's options.
+
+    Args:
+        exclusive: At most one of them may be given.
+        defaults: Values of parsed arguments where no flag sets them.
+    """
+
+    def __init__(self, title: str, *flags: Flag, exclusive: bool = False, **defaults: Any):
+        self.title, self.flags, self.exclusive, self.defaults = title, flags, exclusive, defaults
+
+    @property
+    def dests(self) -> list[str]:
+        """Names of the parsed arguments."""
+        return [each.names[0].lstrip("-").replace("-", "_") for each in self.flags]
+
+
+def add(parser: argparse.ArgumentParser, *groups: Group) -> None:
+    """Add groups of flags to a parser, in this order."""
+    for group in groups:
+        parser.set_defaults(**group.defaults)
+        place: Any = parser.add_argument_group(group.title) if group.title else parser
+        if group.exclusive:
+            place = place.add_mutually_exclusive_group()
+        for each in group.flags:
+            place.add_argument(*each.names, **each.options)
+
+
+# Kinds of flags.
+seed = whole(0, 2**32 - 1)
+temperature = number(0, 1e6)
+share = number(0, 1, open_low=True)
+seconds, seconds_above_0 = number(0, 86400), number(0, 86400, open_low=True)
+
+DEBUG = flag("--debug", "show the traceback of a failure", bool, SUPPRESS)
+ATTENTION = flag(
+    "--attention-implementation",
+    "back end of attention (default: the best there is)",
+    ATTENTION_KINDS,
+)
+DEVICES = flag("--tensor-parallel-size --tp N", "devices that share the model", whole(1), 1)
+DRAFT = Group(
+    "",
+    flag(
+        "--draft SRC",
+        "a drafter that was trained for the model: a folder, a hub id or builtin:NAME; the "
+        "strategy is then dflash, where none is named",
+    ),
+)
+SOURCE = (  # of what a model is made
+    flag("--revision REV", "branch, tag or commit of a hub id (default: its main branch)"),
+    flag("--lora SRC", "a LoRA adapter to merge in: a PEFT folder or a hub id"),
+)
+MODEL = Group(
+    "model",
+    flag(
+        "--model SRC",
+        "a folder (Hugging Face or converted), a hub id, builtin:NAME (listed by `info`), or "
+        "random:HUB_ID for random weights of a published shape",
+        default="builtin:tiny-sdar",
+    ),
+    *SOURCE,
+    flag(
+        "--tokenizer SRC",
+        "a folder or a hub id whose tokenizer and chat template are taken (default: those of "
+        "the model)",
+    ),
+    flag(
+        "--dtype",
+        "of the weights (default: auto, the checkpoint's on an accelerator, float32 on CPU)",
+        DTYPES,
+        "auto",
+    ),
+    flag(
+        "--quantization",
+        "fp8: round the matrices of the layers to 8 bits while the model is loaded; none: "
+        "weights of 16 bits (default: 8 bits for what the folder stores in 4 or 8)",
+        QUANTIZATIONS,
+    ),
+    flag(
+        "--kv-cache-dtype",
+        "fp8: keys and values in 8 bits, which doubles the tokens that the cache holds "
+        "(default: auto, the type of the weights)",
+        KV_CACHE_DTYPES,
+        "auto",
+    ),
+    flag("--quantize-head", "round the head to 8 bits as well (default: it keeps its type)", bool),
+)
+ENGINE_OF_ONE = Group(  # of a verb that decodes one text at a time; see `engine.make_llm`
+    "engine",
+    flag(
+        "--max-model-len N",
+        "tokens of prompt and text together at most (default: what is needed)",
+        whole(1),
+    ),
+    flag(
+        "--max-num-batched-tokens N",
+        "prefill tokens between two decode steps at most (default: as many as take no longer "
         "than a step)",
-    )
-    group.add_argument(
-        "--page-size",
-        type=whole(1),
-        default=64,
-        metavar="Z",
-        help="tokens of a page of the cache (default: %(default)s)",
-    )
-    group.add_argument(
-        "--memory-utilization",
-        type=number(0, 1, open_low=True),
-        metavar="SHARE",
-        help="share of the device's memory to use, weights included (default: 0.9)",
-    )
-    group.add_argument(
-        "--no-prefix-caching", action="store_true", help="compute equal prefixes every time"
-    )
-    add_attention_flag(group)
-    add_devices_flag(group)
+        whole(1),
+    ),
+    flag("--page-size Z", "tokens of a page of the cache", whole(1), 64),
+    flag(
+        "--memory-utilization SHARE",
+        "share of the device's memory to use, weights included (default: 0.9)",
+        share,
+    ),
+    flag("--no-prefix-caching", "compute equal prefixes every time", bool),
+    ATTENTION,
+    DEVICES,
+)
+ENGINE = Group(
+    "engine",
+    flag("--max-num-seqs N", "texts decoded at once (default: 8)", whole(1)),
+    *ENGINE_OF_ONE.flags,
+)
+CONSTRAINT = Group(  # see `engine.sampling_params`
+    "what the text must be",
+    flag("--regex PATTERN", "a match of this pattern as a whole (default: anything)"),
+    flag("--choice A,B", "one of these texts, separated by commas (default: anything)"),
+    flag("--json-schema FILE", "JSON of the schema in this file (default: anything)"),
+    exclusive=True,
+)
 
 
-def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
-    """--regex, --choice, --json-schema; see `engine.sampling_params`."""
-    group = parser.add_argument_group("what the text must be").add_mutually_exclusive_group()
-    group.add_argument(
-        "--regex", metavar="PATTERN", help="a match of this pattern as a whole (default: anything)"
-    )
-    group.add_argument(
-        "--choice",
-        metavar="A,B",
-        help="one of these texts, separated by commas (default: anything)",
-    )
-    group.add_argument(
-        "--json-schema",
-        metavar="FILE",
-        help="JSON of the schema in this file (default: anything)",
-    )
-
-
-def add_sampling_flags(parser: argparse.ArgumentParser, seed: str, stops: bool = True) -> None:
+def sampling(of_seed: str, stops: bool = True) -> Group:
     """How a text is drawn and when it ends; see `engine.sampling_params`.
 
     Args:
-        seed: What --seed is the seed of.
+        of_seed: What --seed is the seed of.
         stops: The verb takes --stop; one that does not refuses it with a reason of its own.
     """
-    group = parser.add_argument_group("sampling and limits")
-    group.add_argument(
-        "--max-tokens",
-        type=whole(1),
-        default=256,
-        metavar="N",
-        help="tokens of a text at most (default: %(default)s)",
+    about_stop = "ends the text and is no part of it; repeat it for several"
+    return Group(
+        "sampling and limits",
+        flag("--max-tokens N", "tokens of a text at most", whole(1), 256),
+        flag("--temperature T", "0 is greedy (default: the model family's, mostly 0)", temperature),
+        flag("--top-k K", "draw from the K surest ids (default: all)", whole(1)),
+        flag(
+            "--top-p P",
+            "draw from the fewest ids that hold probability P (default: the model family's, "
+            "mostly all)",
+            share,
+        ),
+        flag("--stop TEXT", about_stop if stops else SUPPRESS, default=[], action="append"),
+        flag(
+            "--stop-token-ids ID,...",
+            "ids that end the text, beside the model's own",
+            token_ids,
+            (),
+        ),
+        flag("--max-nfe N", "forwards of a text at most (default: no limit)", whole(1)),
+        flag("--seed N", f"{of_seed} (default: 0)", seed),
     )
-    group.add_argument(
-        "--temperature",
-        type=number(0, 1e6),
-        metavar="T",
-        help="0 is greedy (default: the model family's, mostly 0)",
-    )
-    group.add_argument(
-        "--top-k", type=whole(1), metavar="K", help="draw from the K surest ids (default: all)"
-    )
-    group.add_argument(
-        "--top-p",
-        type=number(0, 1, open_low=True),
-        metavar="P",
-        help="draw from the fewest ids that hold probability P (default: the model family's, "
-        "mostly all)",
-    )
-    group.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="ends the text and is no part of it; repeat it for several (default: none)"
-        if stops
-        else argparse.SUPPRESS,
-    )
-    group.add_argument(
-        "--stop-token-ids",
-        type=token_ids,
-        default=(),
-        metavar="ID,...",
-        help="ids that end the text, beside the model's own (default: none)",
-    )
-    group.add_argument(
-        "--max-nfe",
-        type=whole(1),
-        metavar="N",
-        help="forwards of a text at most (default: no limit)",
-    )
-    group.add_argument("--seed", type=whole(0, 2**32 - 1), metavar="N", help=seed)
 
 
-def add_strategy_flags(parser: argparse.ArgumentParser, repeat: str | None = None) -> None:
+def strategy(repeat: str | None = None) -> Group:
     """--strategy, sizes and thresholds.
 
     Args:
         repeat: What several strategies are for, and the default; None where the verb takes one.
     """
-    group = parser.add_argument_group("strategy")
     spec = "a name (`dllm-jax info` lists them), pkg.module:Name or path/to/file.py:name"
-    parser.set_defaults(takes_strategies=repeat is not None)
+    which = flag("--strategy SPEC", f"{spec} (default: the model's)")
     if repeat:
-        group.add_argument(
-            "--strategy",
+        which = flag("--strategy SPEC[,KEY=VALUE...]", f"{spec}; {repeat}", action="append")
+    thresholds = (
+        flag(
+            f"--{name.replace('_', '-')} P",
+            f"{about} (default: the strategy's)",
+            number(0, math.inf),
+        )
+        for name, about in THRESHOLDS.items()
+    )
+    return Group(
+        "strategy",
+        which,
+        flag("--block-size S", "tokens of a block (default: the model's)", whole(1)),
+        flag("--buffer-size K", "blocks in the window (default: the model's)", whole(1)),
+        *thresholds,
+        flag(
+            "--set KEY=VALUE",
+            "any field of the strategy, which `dllm-jax info STRATEGY` lists",
+            key_value,
+            [],
             action="append",
-            metavar="SPEC[,KEY=VALUE...]",
-            help=f"{spec}; {repeat}",
-        )
-    else:
-        group.add_argument("--strategy", metavar="SPEC", help=f"{spec} (default: the model's)")
-    group.add_argument(
-        "--block-size",
-        type=whole(1),
-        metavar="S",
-        help="tokens of a block (default: the model's)",
+        ),
+        flag(
+            "--strategy-config FILE",
+            "a strategy and its fields, as `dllm-jax tune --out` writes them; flags win over it",
+        ),
+        takes_strategies=repeat is not None,
     )
-    group.add_argument(
-        "--buffer-size",
-        type=whole(1),
-        metavar="K",
-        help="blocks in the window (default: the model's)",
-    )
-    for name, about in THRESHOLDS.items():
-        group.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=number(0, math.inf),
-            metavar="P",
-            help=f"{about} (default: the strategy's)",
-        )
-    group.add_argument(
-        "--set",
-        type=key_value,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="any field of the strategy, which `dllm-jax info STRATEGY` lists (default: none)",
-    )
-    group.add_argument(
-        "--strategy-config",
-        metavar="FILE",
-        help="a strategy and its fields, as `dllm-jax tune --out` writes them; flags win over it "
-        "(default: none)",
-    )
+
+
+# A prompt of the command line, or a problem in its place.
+PROMPT = flag("prompt PROMPT", "the prompt; - reads stdin", nargs="?")
+RAW = flag("--raw", "no chat template", bool)
+HALF = flag("--half", "which problems --seed draws (default: plain)", ("plain", "hard"))
+SEED_OR_PROBLEM = "of sampling, and of the problem where no prompt is given"
+# How much work, what is printed and written.
+NUM_PROMPTS = flag("--num-prompts N", "requests in all", whole(1), 64)
+AS_JSON = as_json("one JSON object instead of the lines")
+OUTPUT = flag("--output --out FILE", "write the JSON object to FILE as well (default: no file)")
+WATCH = flag("--watch", "draw the window as it denoises", bool)
+WATCH_DELAY_S = 0.2
+WATCH_DELAY = flag(
+    "--watch-delay S",
+    f"seconds between two frames of --watch (default: {WATCH_DELAY_S})",
+    number(0, 60),
+)

@@ -14,10 +14,9 @@ from typing import Any
 from dllm_jax.cli import flags
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError
+from dllm_jax.cli.flags import Group, flag
 from dllm_jax.cli.interrupt import ALL, Interrupt
 from dllm_jax.cli.prompts import encode, encode_suffix, read_prompts, stdin_waits
-
-WATCH_DELAY = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,38 +26,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "it is. Without a prompt a built-in model gets a held-out word problem drawn by --seed; "
         "stdin is read only for PROMPT or FILE -."
     )
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; - reads stdin")
-    parser.add_argument(
-        "--prompt-file",
-        metavar="FILE",
-        help="UTF-8, one prompt a line; - for stdin (default: none)",
-    )
-    parser.add_argument("--raw", action="store_true", help="no chat template")
-    parser.add_argument(
-        "--suffix",
-        metavar="TEXT",
-        help="what stands behind the text: --max-tokens tokens are written between PROMPT and it, "
-        "and one for each mask token in either; no chat template is used (default: none)",
-    )
-    parser.add_argument(
-        "--half", choices=("plain", "hard"), help="which problems --seed draws (default: plain)"
-    )
-    flags.add_model_flags(parser)
-    flags.add_strategy_flags(parser)
-    flags.add_draft_flag(parser)
-    flags.add_sampling_flags(
-        parser, seed="of sampling, and of the problem where no prompt is given (default: 0)"
-    )
-    flags.add_constraint_flags(parser)
-    flags.add_engine_flags(parser)
-    group = parser.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="one JSON object a prompt, a line each")
-    group.add_argument("--watch", action="store_true", help="draw the window as it denoises")
-    group.add_argument(
-        "--watch-delay",
-        type=flags.number(0, 60),
-        metavar="S",
-        help=f"seconds between two frames of --watch (default: {WATCH_DELAY})",
+    flags.add(
+        parser,
+        Group(
+            "",
+            flags.PROMPT,
+            flag("--prompt-file FILE", "UTF-8, one prompt a line; - for stdin"),
+            flags.RAW,
+            flag(
+                "--suffix TEXT",
+                "what stands behind the text: --max-tokens tokens are written between PROMPT and "
+                "it, and one for each mask token in either; no chat template is used",
+            ),
+            flags.HALF,
+        ),
+        flags.MODEL,
+        flags.strategy(),
+        flags.DRAFT,
+        flags.sampling(flags.SEED_OR_PROBLEM),
+        flags.CONSTRAINT,
+        flags.ENGINE,
+        Group(
+            "output",
+            flags.as_json("one JSON object a prompt, a line each"),
+            flags.WATCH,
+            flags.WATCH_DELAY,
+        ),
     )
 
 
@@ -199,7 +192,7 @@ def _show(
     from dllm_jax.cli.engine import follow
 
     stop.tell = results.cut_short
-    delay = WATCH_DELAY if args.watch_delay is None else args.watch_delay
+    delay = flags.WATCH_DELAY_S if args.watch_delay is None else args.watch_delay
     with results:
         for output in follow(llm.engine, request_ids, stop):
             results.show(output)

@@ -11,7 +11,9 @@ import sys
 import textwrap
 from typing import Any
 
+from dllm_jax.cli import flags
 from dllm_jax.cli import strategy as strategies
+from dllm_jax.cli.flags import Group, flag
 from dllm_jax.cli.interrupt import Interrupt
 
 PACKAGES = ("dllm-jax", "jax", "jaxlib", "flax", "transformers", "orbax-checkpoint", "numpy")
@@ -19,13 +21,12 @@ PACKAGES = ("dllm-jax", "jax", "jaxlib", "flax", "transformers", "orbax-checkpoi
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the verb."""
-    parser.add_argument(
-        "strategy",
+    strategy = flag(
+        "strategy STRATEGY",
+        "describe this strategy instead: a name, pkg.module:Name or path/to/file.py:name",
         nargs="?",
-        metavar="STRATEGY",
-        help="describe this strategy instead: a name, pkg.module:Name or path/to/file.py:name",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    flags.add(parser, Group("", strategy, flags.as_json("one JSON object")))
 
 
 def run(args: argparse.Namespace, stop: Interrupt) -> int:

@@ -7,15 +7,15 @@ import sys
 from typing import Any
 
 from dllm_jax.cli import flags
+from dllm_jax.cli.flags import Group, flag
 from dllm_jax.cli.interrupt import Interrupt
 from dllm_jax.cli.text import shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the verb."""
-    parser.add_argument("src", metavar="SRC", help="a checkpoint folder, a hub id, or builtin:NAME")
-    flags.add_source_flags(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    source = flag("src SRC", "a checkpoint folder, a hub id, or builtin:NAME")
+    flags.add(parser, Group("", source, *flags.SOURCE, flags.as_json("one JSON object")))
 
 
 def run(args: argparse.Namespace, stop: Interrupt) -> int:

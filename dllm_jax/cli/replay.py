@@ -10,6 +10,7 @@ from typing import Any
 
 from dllm_jax.cli import flags
 from dllm_jax.cli.errors import UsageError
+from dllm_jax.cli.flags import Group, flag, whole
 from dllm_jax.cli.interrupt import ALL, Interrupt
 from dllm_jax.cli.text import count, shown
 
@@ -22,33 +23,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "A line a forward: the window (· is a hole), what settled, and what its blocks are. The "
         "prefix is computed again first, so the tokens are those the request would have had."
     )
-    parser.add_argument("path", metavar="PATH", help="the folder that the error message named")
-    parser.add_argument(
-        "--sample", type=flags.whole(0), default=0, metavar="I", help="which text (default: 0)"
-    )
-    parser.add_argument(
-        "--steps", type=flags.whole(1), metavar="N", help="forwards at most (default: no limit)"
-    )
-    parser.add_argument("--model", metavar="SRC", help="where the model is now (default: as then)")
-    parser.add_argument("--draft", metavar="SRC", help="where its draft is now (default: as then)")
-    parser.add_argument(
-        "--strategy",
-        metavar="S",
-        help="a strategy from outside dllm-jax, file.py:name or module:name; a snapshot that names "
-        "one runs no code by itself (default: as then)",
-    )
-    flags.add_source_flags(parser)
-    flags.add_attention_flag(parser)
-    flags.add_devices_flag(parser)
-    group = parser.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="one JSON object a forward")
-    group.add_argument("--watch", action="store_true", help="draw the window as it denoises")
-    group.add_argument(
-        "--watch-delay",
-        type=flags.number(0, 60),
-        default=0.2,
-        metavar="S",
-        help="seconds between two frames of --watch (default: %(default)s)",
+    flags.add(
+        parser,
+        Group(
+            "",
+            flag("path PATH", "the folder that the error message named"),
+            flag("--sample I", "which text (default: 0)", whole(0), 0),
+            flag("--steps N", "forwards at most (default: no limit)", whole(1)),
+            flag("--model SRC", "where the model is now (default: as then)"),
+            flag("--draft SRC", "where its draft is now (default: as then)"),
+            flag(
+                "--strategy S",
+                "a strategy from outside dllm-jax, file.py:name or module:name; a snapshot that "
+                "names one runs no code by itself (default: as then)",
+            ),
+            *flags.SOURCE,
+            flags.ATTENTION,
+            flags.DEVICES,
+        ),
+        Group(
+            "output",
+            flags.as_json("one JSON object a forward"),
+            flags.WATCH,
+            flags.WATCH_DELAY,
+            watch_delay=flags.WATCH_DELAY_S,
+        ),
     )
 
 

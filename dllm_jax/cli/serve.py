@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dllm_jax.cli import flags
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError, one_line
+from dllm_jax.cli.flags import Group, flag, whole
 from dllm_jax.cli.interrupt import Interrupt
 
 if TYPE_CHECKING:
@@ -32,162 +33,125 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "GET /health tells when the server is ready. The first Ctrl-C or SIGTERM lets running "
         "requests end. docs/http.md describes routes and fields, docs/security.md the limits."
     )
-    parser.add_argument(
-        "source", nargs="?", metavar="MODEL", help="as --model, which it takes the place of"
-    )
-    group = parser.add_argument_group("server")
-    group.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
-    )
-    group.add_argument(
-        "--port", type=flags.whole(0, 65535), default=8000, help="0: any (default: %(default)s)"
-    )
-    group.add_argument(
-        "--served-model-name", metavar="NAME", help="what requests call the model (default: MODEL)"
-    )
-    group.add_argument(
-        "--api-key",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help=f"opens every route but /health and /live; repeat it for several. ${KEY_VARIABLE} and "
-        "--api-key-file keep it out of the process list (default: none)",
-    )
-    group.add_argument("--api-key-file", metavar="FILE", help="a key a line (default: none)")
-    group.add_argument(
-        "--allowed-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a name the Host header may hold where no key is set (default: loopback names)",
-    )
-    group.add_argument(
-        "--allowed-origin",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="a web origin whose pages may call, as https://example.org (default: none)",
-    )
-    group.add_argument("--open-metrics", action="store_true", help="/metrics needs no key")
-    group.add_argument(
-        "--no-vllm-metrics", action="store_true", help="leave the vllm:* names out of /metrics"
-    )
-    group.add_argument(
-        "--restart-engine",
-        type=flags.whole(0),
-        default=0,
-        metavar="N",
-        help="replace an engine process that died up to N times (default: exit with status 1)",
-    )
-    group.add_argument(
-        "--stall-timeout",
-        type=flags.number(0, 86400, open_low=True),
-        default=30.0,
-        metavar="S",
-        help="seconds without a step, while requests run, after which /health answers 503 "
-        "(default: %(default)g)",
-    )
-    group.add_argument(
-        "--drain-timeout",
-        type=flags.number(0, 86400),
-        default=30.0,
-        metavar="S",
-        help="seconds running requests get after the first signal (default: %(default)g)",
-    )
-    group.add_argument(
-        "--log-format",
-        choices=_LOG_FORMATS,
-        default="text",
-        help="of the line a request (default: %(default)s)",
-    )
-    _add_limits(parser)
-    flags.add_model_flags(parser)
-    flags.add_strategy_flags(parser)
-    flags.add_draft_flag(parser)
-    flags.add_engine_flags(parser)
-    engine = parser.add_argument_group("engine process")
-    engine.add_argument(
-        "--seed",
-        type=flags.whole(0, 2**32 - 1),
-        default=0,
-        metavar="N",
-        help="of requests that bring none (default: %(default)s)",
-    )
-    engine.add_argument(
-        "--no-warm-up", action="store_true", help="compile each size when it is first met"
-    )
-    engine.add_argument(
-        "--batch-invariant",
-        action="store_true",
-        help="a request has the same tokens bit for bit in any batch (docs/same_tokens.md)",
-    )
-    engine.add_argument(
-        "--warm-up-constraints",
-        action=argparse.BooleanOptionalAction,
-        help="compile the programs of structured output before the server is ready; else the first "
-        "such request waits while a thread compiles them (default: only on an accelerator)",
-    )
-    hosts = parser.add_argument_group("several hosts")
-    hosts.add_argument(
-        "--nnodes",
-        type=flags.whole(1),
-        default=1,
-        metavar="N",
-        help="processes that share the model over all of their devices; the same command on each, "
-        "but for --node-rank (default: %(default)s)",
-    )
-    hosts.add_argument(
-        "--node-rank",
-        type=flags.whole(0),
-        default=0,
-        metavar="R",
-        help="of this process; 0 serves, the others serve it (default: %(default)s)",
-    )
-    hosts.add_argument(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help="a free port of the host of rank 0 (default: none, one host)",
-    )
+    flags.add(parser, *OF_FRONT, *OF_ENGINE)
 
 
-def _add_limits(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("limits")
-    group.add_argument(
-        "--request-timeout",
-        type=flags.number(0, 86400, open_low=True),
-        default=600.0,
-        metavar="S",
-        help="seconds after which a text ends with 'length' (default: %(default)g)",
-    )
-    for name, usual, what in (
-        ("--max-waiting", 256, "texts waiting for a slot; more are answered 429"),
-        (
-            "--max-connections",
-            1024,
-            "open connections; over it a silent one is closed for each new one",
+OF_FRONT = (
+    Group("", flag("source MODEL", "as --model, which it takes the place of", nargs="?")),
+    Group(
+        "server",
+        flag("--host", "address to listen on", default="127.0.0.1"),
+        flag("--port", "0: any", whole(0, 65535), 8000),
+        flag("--served-model-name NAME", "what requests call the model (default: MODEL)"),
+        flag(
+            "--api-key KEY",
+            f"opens every route but /health and /live; repeat it for several. ${KEY_VARIABLE} and "
+            "--api-key-file keep it out of the process list (default: none)",
+            default=[],
+            action="append",
         ),
-        ("--max-body-bytes", 4 << 20, "bytes of a request"),
-        ("--max-texts", 128, "prompts times n of a request"),
-    ):
-        group.add_argument(
-            name, type=flags.whole(1), default=usual, metavar="N", help=f"{what} (default: {usual})"
-        )
-    group.add_argument(
-        "--min-priority",
-        type=flags.whole(-(2**31) + 1),
-        default=0,
-        metavar="N",
-        help="the first priority that a request may ask for; lower ones go before others' "
-        "(default: %(default)s)",
-    )
-    group.add_argument(
-        "--max-denoise-streams",
-        type=flags.whole(0),
-        default=2,
-        metavar="N",
-        help="streams of denoise frames; one makes every chunk of the batch a step long "
-        "(default: %(default)s)",
-    )
+        flag("--api-key-file FILE", "a key a line"),
+        flag(
+            "--allowed-host NAME",
+            "a name the Host header may hold where no key is set (default: loopback names)",
+            default=[],
+            action="append",
+        ),
+        flag(
+            "--allowed-origin ORIGIN",
+            "a web origin whose pages may call, as https://example.org",
+            default=[],
+            action="append",
+        ),
+        flag("--open-metrics", "/metrics needs no key", bool),
+        flag("--no-vllm-metrics", "leave the vllm:* names out of /metrics", bool),
+        flag(
+            "--restart-engine N",
+            "replace an engine process that died up to N times (default: exit with status 1)",
+            whole(0),
+            0,
+        ),
+        flag(
+            "--stall-timeout S",
+            "seconds without a step, while requests run, after which /health answers 503",
+            flags.seconds_above_0,
+            30.0,
+        ),
+        flag(
+            "--drain-timeout S",
+            "seconds running requests get after the first signal",
+            flags.seconds,
+            30.0,
+        ),
+        flag("--log-format", "of the line a request", _LOG_FORMATS, "text"),
+    ),
+    Group(
+        "limits",
+        flag(
+            "--request-timeout S",
+            "seconds after which a text ends with 'length'",
+            flags.seconds_above_0,
+            600.0,
+        ),
+        flag("--max-waiting N", "texts waiting for a slot; more are answered 429", whole(1), 256),
+        flag(
+            "--max-connections N",
+            "open connections; over it a silent one is closed for each new one",
+            whole(1),
+            1024,
+        ),
+        flag("--max-body-bytes N", "bytes of a request", whole(1), 4 << 20),
+        flag("--max-texts N", "prompts times n of a request", whole(1), 128),
+        flag(
+            "--min-priority N",
+            "the first priority that a request may ask for; lower ones go before others'",
+            whole(-(2**31) + 1),
+            0,
+        ),
+        flag(
+            "--max-denoise-streams N",
+            "streams of denoise frames; one makes every chunk of the batch a step long",
+            whole(0),
+            2,
+        ),
+    ),
+)
+OF_ENGINE = (  # what the engine process must know
+    flags.MODEL,
+    flags.strategy(),
+    flags.DRAFT,
+    flags.ENGINE,
+    Group(
+        "engine process",
+        flag("--seed N", "of requests that bring none", flags.seed, 0),
+        flag("--no-warm-up", "compile each size when it is first met", bool),
+        flag(
+            "--batch-invariant",
+            "a request has the same tokens bit for bit in any batch (docs/same_tokens.md)",
+            bool,
+        ),
+        flag(
+            "--warm-up-constraints",
+            "compile the programs of structured output before the server is ready; else the first "
+            "such request waits while a thread compiles them (default: only on an accelerator)",
+            action=argparse.BooleanOptionalAction,
+        ),
+    ),
+    Group(
+        "several hosts",
+        flag(
+            "--nnodes N",
+            "processes that share the model over all of their devices; the same command on each, "
+            "but for --node-rank",
+            whole(1),
+            1,
+        ),
+        flag("--node-rank R", "of this process; 0 serves, the others serve it", whole(0), 0),
+        flag(
+            "--coordinator HOST:PORT", "a free port of the host of rank 0 (default: none, one host)"
+        ),
+    ),
+)
 
 
 def run(args: argparse.Namespace, stop: Interrupt) -> int:
@@ -307,31 +271,9 @@ def _keys(args: argparse.Namespace) -> tuple[str, ...]:
     return tuple(keys)
 
 
-_OF_ENGINE = (
-    *(
-        "model",
-        "revision",
-        "lora",
-        "dtype",
-        "quantization",
-        "kv_cache_dtype",
-        "quantize_head",
-        "tokenizer",
-        "strategy",
-        "block_size",
-        "buffer_size",
-        "set",
-    ),
-    *(*flags.THRESHOLDS, "draft", "max_num_seqs", "max_model_len", "max_num_batched_tokens"),
-    *("page_size", "memory_utilization", "no_prefix_caching", "attention_implementation"),
-    *("tensor_parallel_size", "seed", "no_warm_up", "warm_up_constraints", "batch_invariant"),
-    *("nnodes", "node_rank", "coordinator"),
-)
-
-
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """What the engine process must know, as msgpack holds it."""
-    return {name: getattr(args, name) for name in _OF_ENGINE}
+    return {name: getattr(args, name) for group in OF_ENGINE for name in group.dests}
 
 
 def make_engine(settings: dict[str, Any], progress: Callable[[int, int], None]) -> "Served":

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from dllm_jax.cli import flags
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError
+from dllm_jax.cli.flags import Group, flag, whole
 from dllm_jax.cli.generate import draw_problem
 from dllm_jax.cli.interrupt import ALL, Interrupt
 from dllm_jax.cli.text import count
@@ -31,38 +32,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "is sent as one user message; --raw sends it as it is. Without a prompt a built-in model "
         "gets a held-out word problem drawn by --seed."
     )
+    flags.add(
+        parser,
+        Group("", flags.PROMPT, flags.RAW, flags.HALF),
+        flags.MODEL,
+        flags.strategy("repeat it to see several side by side on one page (default: the model's)"),
+        flags.DRAFT,
+        flags.sampling(flags.SEED_OR_PROBLEM, stops=False),
+        Group("", flags.ATTENTION),
+        Group(
+            "output",
+            flag(
+                "--out PATH",
+                "FILE.html, the page; FILE.json, the record; FILE.png, a picture of one step; "
+                f"FOLDER/, a picture of each (default: {PAGE})",
+            ),
+            flag(
+                "--step N",
+                "which step FILE.png shows; 0 is before the first (default: the last)",
+                whole(0),
+            ),
+            flags.as_json("print the record, write nothing"),
+        ),
+    )
     parser.set_defaults(prompt_file=None)
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; - reads stdin")
-    parser.add_argument("--raw", action="store_true", help="no chat template")
-    parser.add_argument(
-        "--half", choices=("plain", "hard"), help="which problems --seed draws (default: plain)"
-    )
-    flags.add_model_flags(parser)
-    flags.add_strategy_flags(
-        parser,
-        repeat="repeat it to see several side by side on one page (default: the model's)",
-    )
-    flags.add_draft_flag(parser)
-    flags.add_sampling_flags(
-        parser,
-        seed="of sampling, and of the problem where no prompt is given (default: 0)",
-        stops=False,
-    )
-    flags.add_attention_flag(parser)
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--out",
-        metavar="PATH",
-        help="FILE.html, the page; FILE.json, the record; FILE.png, a picture of one step; "
-        f"FOLDER/, a picture of each (default: {PAGE})",
-    )
-    group.add_argument(
-        "--step",
-        type=flags.whole(0),
-        metavar="N",
-        help="which step FILE.png shows; 0 is before the first (default: the last)",
-    )
-    group.add_argument("--json", action="store_true", help="print the record, write nothing")
 
 
 def run(args: argparse.Namespace, stop: Interrupt) -> int:

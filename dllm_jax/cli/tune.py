@@ -12,12 +12,16 @@ from dllm_jax.cli import flags
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError
 from dllm_jax.cli.eval import (
+    AS_JSON,
     MOST_SETTINGS,
     ONE_TOKEN,
-    add_problem_flags,
+    OUTPUT,
+    PLOT,
     check_output,
     load_with_problems,
+    problem_flags,
 )
+from dllm_jax.cli.flags import Group, flag, number, whole
 from dllm_jax.cli.interrupt import ALL, Interrupt
 
 PROBLEMS = 1024  # of a built-in half
@@ -33,57 +37,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "is hardly possible that it is the one, and the race ends when another winner is. A fifth "
         "of the problems are kept apart, to check the winner."
     )
-    flags.add_model_flags(parser)
-    flags.add_strategy_flags(parser, repeat="repeat it to race several (default: multi_bd)")
-    flags.add_draft_flag(parser)
-    add_problem_flags(parser, PROBLEMS, HALVES[::-1])
-    group = parser.add_argument_group("race")
-    group.add_argument(
-        "--grid",
-        type=_grid,
-        action="append",
-        required=True,
-        metavar="KNOB=LOW:HIGH:N",
-        help="values of a threshold, evenly spaced, or listed: KNOB=A,B,C; repeat it for a grid",
-    )
-    group.add_argument(
-        "--margin",
-        type=flags.number(0, 100),
-        default=1.0,
-        metavar="POINTS",
-        help="accuracy that may be lost, in percentage points (default: %(default)s)",
-    )
-    group.add_argument(
-        "--budget",
-        type=flags.whole(1),
-        metavar="FORWARDS",
-        help="forwards of all texts at most (default: 40 %% of what all settings on all problems "
-        "would take)",
-    )
-    group.add_argument(
-        "--y-max",
-        type=flags.number(0, 100, open_low=True),
-        metavar="PERCENT",
-        help="best known accuracy of any method on the task, by which AUP weighs (default: the "
-        "best of this race)",
-    )
-    group = parser.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="one JSON object instead of the table")
-    group.add_argument(
-        "--output",
-        metavar="FILE",
-        help="write the JSON object to FILE as well (default: no file)",
-    )
-    group.add_argument(
-        "--out",
-        metavar="FILE",
-        help="write the winner to FILE, for --strategy-config of any verb (default: no file)",
-    )
-    group.add_argument(
-        "--plot",
-        metavar="FILE",
-        help="draw accuracy against tokens per forward to FILE (.svg, .png or .pdf; default: no "
-        "plot)",
+    flags.add(
+        parser,
+        flags.MODEL,
+        flags.strategy("repeat it to race several (default: multi_bd)"),
+        flags.DRAFT,
+        problem_flags(PROBLEMS, HALVES[::-1]),
+        Group(
+            "race",
+            flag(
+                "--grid KNOB=LOW:HIGH:N",
+                "values of a threshold, evenly spaced, or listed: KNOB=A,B,C; repeat it for a grid",
+                _grid,
+                action="append",
+                required=True,
+            ),
+            flag(
+                "--margin POINTS",
+                "accuracy that may be lost, in percentage points (default: %(default)s)",
+                number(0, 100),
+                1.0,
+            ),
+            flag(
+                "--budget FORWARDS",
+                "forwards of all texts at most (default: 40 %% of what all settings on all "
+                "problems would take)",
+                whole(1),
+            ),
+            flag(
+                "--y-max PERCENT",
+                "best known accuracy of any method on the task, by which AUP weighs (default: the "
+                "best of this race)",
+                number(0, 100, open_low=True),
+            ),
+        ),
+        Group(
+            "output",
+            AS_JSON,
+            OUTPUT,
+            flag(
+                "--out FILE",
+                "write the winner to FILE, for --strategy-config of any verb (default: no file)",
+            ),
+            PLOT,
+        ),
     )
 
 
@@ -114,9 +111,9 @@ def _grid(text: str) -> tuple[str, list[float]]:
 def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Race, check the winner, print the table or the object."""
     stop.forced = ALL
-    for flag in ("output", "out", "plot"):
-        if getattr(args, flag) is not None:
-            check_output(getattr(args, flag), f"--{flag}")
+    for name in ("output", "out", "plot"):
+        if getattr(args, name) is not None:
+            check_output(getattr(args, name), f"--{name}")
     if args.plot is not None and Path(args.plot).suffix not in (".svg", ".png", ".pdf"):
         raise UsageError(f"--plot {args.plot!r} must end in .svg, .png or .pdf; rename it")
     names = [name for name, _ in args.grid]
