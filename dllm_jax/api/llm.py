@@ -400,9 +400,12 @@ class LLM:
                 this conversation.
         """
         text = chat.render(self.model, conversation, **template_kwargs)
-        if "chat_template" not in template_kwargs and (note := chat.note(self.model)):
-            warnings.warn(note, stacklevel=2)
+        self._note_template(template_kwargs)
         return text
+
+    def _note_template(self, template_kwargs: Mapping[str, Any]) -> None:
+        if "chat_template" not in template_kwargs and (note := chat.note(self.model)):
+            warnings.warn(note, stacklevel=3)
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -418,9 +421,9 @@ class LLM:
     def _chat_request(
         self, conversation: Messages, params: SamplingParams, template_kwargs: Mapping[str, Any]
     ) -> Request:
-        # The text holds the special tokens by name.
-        text = self.apply_template(conversation, **template_kwargs)
-        ids = self._ids(text, special=False)
+        encode = functools.partial(self._ids, special=False)  # the text holds them by name
+        text, ids = chat.prompt(self.model, conversation, encode, **template_kwargs)
+        self._note_template(template_kwargs)
         return Request(prompt_token_ids=ids, params=params, prompt=text)
 
     def _infill_request(self, ends: _Ends, params: SamplingParams) -> Request:

@@ -6,11 +6,11 @@ The text holds its special tokens by name, so it is encoded without further ones
 
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from dllm_jax.loading import contents
+from dllm_jax.loading import contents, turns
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -139,6 +139,52 @@ def note(model: TextModel) -> str | None:
     )
 
 
+def prompt(
+    model: TextModel,
+    conversation: Messages,
+    encode: Callable[[str], list[int]],
+    **template_kwargs: Any,
+) -> tuple[str, list[int]]:
+    """A conversation as text and as ids, of which no control token comes from a caller's string.
+
+    Args:
+        encode: Ids of a text that holds its control tokens by name.
+        template_kwargs: As of `render`.
+
+    Raises:
+        ValueError: As of `render`.
+    """
+    tools = template_kwargs.get("tools")
+    tools = tools if isinstance(tools, Sequence) and not isinstance(tools, str) else None
+    template = template_of(model, template_kwargs.get("chat_template"), tools)
+    tokens = {} if template is None else turns.control_tokens(model.tokenizer, template.text)
+    if not tokens or not isinstance(conversation, Iterable):
+        text = render(model, conversation, **template_kwargs)
+        return text, encode(text)
+    said = list(conversation)
+    if template is not None and "reasoning_content" in template.text:
+        said = [turns.thoughts_apart(one) if isinstance(one, Mapping) else one for one in said]
+
+    held = turns.guarded([said, tools], tokens)
+    if held == [said, tools]:
+        text = render(model, said, **template_kwargs)
+        return text, encode(text)
+
+    def rendered(said: Messages, tools: Any) -> str:
+        return render(model, said, **template_kwargs, **({"tools": tools} if tools else {}))
+
+    template_kwargs.pop("tools", None)
+    text, bare = rendered(*held), rendered(*turns.guarded([said, tools], tokens, "x"))
+    ids, control = turns.encoded(text, encode, tokens), set(tokens.values())
+    if [i for i in ids if i in control] != [i for i in encode(bare) if i in control]:
+        raise turns.Unusable(
+            "a message holds a control token that the chat template makes one of its own; leave it "
+            "out",
+            "messages",
+        )
+    return turns.unguarded(text), ids
+
+
 def render(
     model: TextModel,
     conversation: Messages,
@@ -163,29 +209,30 @@ def render(
     template = template_of(model, chat_template, tools)
     if template is None:
         raise ValueError(_no_template(model))
-    turns = list(conversation) if isinstance(conversation, Iterable) else []
-    if not turns or not all(isinstance(turn, Mapping) for turn in turns):
+    said = list(conversation) if isinstance(conversation, Iterable) else []
+    if not said or not all(isinstance(turn, Mapping) for turn in said):
         raise ValueError(
             f"{_short(conversation)} is no conversation; give a list of "
             '{"role": "user", "content": "..."}'
         )
-    if template.shipped is not None:
-        turns = [_plain_turn(turn) for turn in turns]
-        _check_plain(turns, template)
-    _check_read(template_kwargs, template)
     goes_on = bool(template_kwargs.get("continue_final_message"))
     fields = {"add_generation_prompt": not goes_on, **template_kwargs}
+    said = turns.plain(said, is_answered=bool(fields["add_generation_prompt"]))
+    if template.shipped is not None:
+        said = [_plain_turn(turn) for turn in said]
+        _check_plain(said, template)
+    _check_read(template_kwargs, template)
     from dllm_jax.loading import templates  # Jinja takes long to import
 
-    def fill(turns: Messages) -> str:
+    def fill(messages: Messages) -> str:
         return templates.fill(
-            template.text, turns, **{**model.tokenizer.special_tokens_map, **fields}
+            template.text, messages, **{**model.tokenizer.special_tokens_map, **fields}
         )
 
     try:
-        return contents.rendered(fill, turns)
+        return contents.rendered(fill, said)
     except contents.Lost as error:
-        role = _short(turns[error.place].get("role"))
+        role = _short(said[error.place].get("role"))
         raise ValueError(
             f"the chat template of {template.whose} leaves out the text of message {error.place} "
             f"(role {role}); leave the message out or give another chat_template"
@@ -227,14 +274,21 @@ def _plain_turn(turn: Mapping[str, Any]) -> Mapping[str, Any]:
     return turn if text is None else {**turn, "content": text}
 
 
-def _check_plain(turns: Sequence[Mapping[str, Any]], template: Template) -> None:
+def _check_plain(said: Messages, template: Template) -> None:
     """Refuse messages that our templates do not take; they take text alone."""
-    for i, turn in enumerate(turns):
-        if turn.get("role") not in _ROLES:
+    reads_calls = "tool_calls" in template.text
+    roles = (*_ROLES, "tool") if reads_calls else _ROLES
+    for i, turn in enumerate(said):
+        if turn.get("role") not in roles:
             raise ValueError(
                 f"message {i} has role {_short(turn.get('role'))}; the chat "
                 f"template of {template.whose} "
-                f"takes {', '.join(_ROLES)}; give a chat_template that knows it"
+                f"takes {', '.join(roles)}; give a chat_template that knows it"
+            )
+        if turn.get("tool_calls") and not reads_calls:
+            raise ValueError(
+                f"message {i} has tool_calls, which the chat template of {template.whose} does not "
+                "read; give a chat_template that does"
             )
         if not isinstance(turn.get("content"), str):
             raise ValueError(

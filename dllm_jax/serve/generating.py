@@ -88,7 +88,7 @@ def chat_ids(
     least: int = 0,
 ) -> list[int]:
     """Token ids of a conversation; `least` as in `TextSide.ids`."""
-    return text.ids(text.render(turns, template_fields), False, "messages", least)
+    return text.prompt(turns, template_fields, least)
 
 
 async def _generate(

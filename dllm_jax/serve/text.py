@@ -145,13 +145,19 @@ class TextSide:
                     param=f"{param}[{i}]",
                 )
 
-    def render(self, turns: list[Turn], template_fields: dict[str, Any] | None) -> str:
-        """A conversation as the text the model reads.
+    def prompt(
+        self, turns: list[Turn], template_fields: dict[str, Any] | None, least: int = 0
+    ) -> list[int]:
+        """Ids of a conversation as the model reads it.
+
+        Args:
+            least: As of `ids`.
 
         Raises:
             Refusal: The model has no chat template, or it does not take this conversation.
         """
-        from dllm_jax.loading.chat import render
+        from dllm_jax.loading import chat
+        from dllm_jax.loading.turns import Unusable
 
         for name in template_fields or ():
             if name in ("chat_template", "tools", "documents", "continue_final_message"):
@@ -172,8 +178,14 @@ class TextSide:
             role = "system" if turn.role == "developer" else turn.role
             message = {"role": role, "content": text_of(turn.content)}
             conversation.append(message | ({} if turn.name is None else {"name": turn.name}))
+
+        def encode(text: str) -> list[int]:
+            return self.ids(text, False, "messages", least)
+
         try:
-            return render(self, conversation, **(template_fields or {}))
+            return chat.prompt(self, conversation, encode, **(template_fields or {}))[1]
+        except Unusable as error:
+            raise Refusal(str(error), param=error.param, code="invalid_conversation") from None
         except (ValueError, TypeError) as error:
             param = "chat_template_kwargs" if "does not read" in str(error) else "messages"
             raise Refusal(str(error), param=param, code="invalid_conversation") from None

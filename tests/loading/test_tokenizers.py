@@ -599,7 +599,7 @@ def test_an_answer_that_is_begun_goes_on(model):
             {"enable_thinking": False},
             "does not read enable_thinking, so enable_thinking=F",
         ),
-        ("dream", {"tools": [{"name": "f"}]}, "does not read tools, so tools="),
+        ("llada", {"tools": [{"name": "f"}]}, "does not read tools, so tools="),
         ("sdar", {"messages": ASK}, "messages=.* is not for a chat template to read; leave it out"),
         ("sdar", {"enable_thinkin": True}, "does not read enable_thinkin, so"),
         ("sdar", {"chat_template_kwargs": {}}, "is not taken as one; give its entries as keywords"),
@@ -691,8 +691,8 @@ def test_a_template_that_refuses_is_one_line(model, template, reported):
     ("message", "reported"),
     [
         (
-            {"role": "tool", "content": "4"},
-            "message 1 has role 'tool'; .* takes system, user, assis",
+            {"role": "critic", "content": "4"},
+            "message 1 has role 'critic'; .* takes system, user, assis",
         ),
         ({"content": "4"}, "message 1 has role None"),
         ({"role": "user"}, "message 1 has content=None; .* takes text"),

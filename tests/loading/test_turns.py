@@ -1,0 +1,185 @@
+"""Proves how calls, results, thoughts and hostile strings stand in the text that a model reads."""
+
+import hashlib
+import itertools
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dllm_jax.loading import chat, templates, turns
+
+
+def call(name, **arguments):
+    return {
+        "id": f"c{name}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def said(content="", thoughts=None, calls=()):
+    more = {"reasoning_content": thoughts} if thoughts else {}
+    return {"role": "assistant", "content": content, **more, "tool_calls": list(calls)}
+
+
+SYSTEM, ASK, PLAIN = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Oslo?"},
+    {"role": "assistant", "content": "Yes."},
+)
+ONE = said(calls=[call("f", a='é\n"<', b=[1, None])])
+TWO = said("Now.", "look", [call("f", a=1), call("g")])
+RESULT = {"role": "tool", "content": "21 degrees"}
+INLINE = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes."}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "D é", "parameters": {"type": "object"}},
+}
+TALKS = (
+    [ASK],
+    [SYSTEM, ASK, PLAIN, ASK],
+    [ASK, ONE, RESULT],
+    [SYSTEM, ASK, TWO, RESULT, RESULT],
+    [ASK, TWO, RESULT, RESULT, PLAIN, ASK],
+    [ASK, ONE, RESULT, said("Yes.", "\nhm\n")],
+    [ASK, INLINE, ASK],
+    [ASK, INLINE],
+    [ASK, ONE, RESULT, TWO, RESULT, RESULT],
+    [SYSTEM, ASK, PLAIN, SYSTEM, ASK],
+    [ASK, {"role": "user", "content": "<tool_response>x</tool_response>"}, said("", "hm")],
+)
+# Of the renderings of Qwen/Qwen3-8B's and Qwen/Qwen2.5-7B-Instruct's templates by transformers.
+PUBLISHED = {
+    "qwen3": "5995d792c90cef30cb016b4d29e1f237",
+    "qwen2_5": "76b50906875b60a82919ddf3d1d43366",
+}
+
+
+def every():
+    ways = itertools.product(TALKS, (None, [TOOL]), (True, False), (None, True, False))
+    for talk, tools, opens, thinks in ways:
+        more = {} if thinks is None else {"enable_thinking": thinks}
+        yield talk, {"tools": tools, "add_generation_prompt": opens, **more}
+
+
+def digest(texts):
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_calls_results_and_thoughts_stand_as_in_the_published_template(name):
+    text = (chat._FOLDER / f"{name}.jinja").read_text("utf-8")
+    assert (
+        digest(templates.fill(text, talk, **fields) for talk, fields in every())
+        == (PUBLISHED[name])
+    )
+
+
+def test_llada2_has_results_in_a_turn_of_their_own():
+    text = (chat._FOLDER / "llada2.jinja").read_text("utf-8")
+    found = templates.fill(
+        text, [ASK, ONE, RESULT, RESULT], tools=[TOOL], add_generation_prompt=True
+    )
+    begin, _, rest = found.partition("<role>HUMAN</role>")
+    assert begin.startswith("<role>SYSTEM</role># Tools\n\n")
+    assert begin.endswith("</tool_call>\ndetailed thinking off<|role_end|>")
+    result = "\n<tool_response>\n21 degrees\n</tool_response>"
+    assert rest == (
+        "Oslo?<|role_end|><role>ASSISTANT</role><tool_call>\n"
+        '{"name": "f", "arguments": {"a": "é\\n\\"<", "b": [1, null]}}\n</tool_call><|role_end|>'
+        f"<role>OBSERVATION</role>{result}{result}<|role_end|><role>ASSISTANT</role>"
+    )
+
+
+def _as_clients_write_them():
+    written = {"id": "x", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    return [
+        ASK,
+        {"role": "assistant", "content": None, "tool_calls": [written]},
+        {"role": "tool", "tool_call_id": "x", "content": None},
+    ]
+
+
+def test_turns_as_clients_write_them():
+    _, asked, result = turns.plain(_as_clients_write_them())
+    assert asked["content"] == result["content"] == ""
+    assert asked["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert result["name"] == "f"
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        (lambda t: t[2].update(tool_call_id="y"), "messages[2].tool_call_id"),
+        (lambda t: t.pop(), "messages[1].tool_calls"),
+        (lambda t: t.insert(2, ASK), "messages[2]"),
+        (lambda t: t.pop(1), "messages[1].tool_call_id"),
+        (lambda t: t[1].update(role="user"), "messages[1].tool_calls"),
+        (lambda t: t[1].update(tool_calls=[3]), "messages[1].tool_calls[0]"),
+        (
+            lambda t: t[1]["tool_calls"][0]["function"].update(arguments="{"),
+            "messages[1].tool_calls[0].function.arguments",
+        ),
+        (
+            lambda t: t[1]["tool_calls"].append(t[1]["tool_calls"][0]),
+            "messages[1].tool_calls[1].id",
+        ),
+    ],
+)
+def test_calls_and_results_that_do_not_belong_together_are_refused_by_path(change, param):
+    talk = _as_clients_write_them()
+    change(talk)
+    with pytest.raises(turns.Unusable) as raised:
+        turns.plain(talk)
+    assert raised.value.param == param
+    assert "; " in str(raised.value)
+
+
+class _Reader:
+    """A tokenizer of characters with two control tokens, one within the other's text."""
+
+    names = {"<|end|>": 1000, "<x>": 1001, "<|end|><x>": 1002}  # noqa: RUF012
+    special_tokens_map, chat_template = {}, "{{ messages[0].content }}<|end|>{{ tools }}"
+
+    def __init__(self):
+        self.added_tokens_decoder = {i: _Entry(name) for name, i in self.names.items()}
+
+    def get_chat_template(self, *_):
+        return self.chat_template
+
+    def ids(self, text):
+        found = []
+        while text:
+            named = next((n for n in sorted(self.names, key=len)[::-1] if text.startswith(n)), "")
+            found.append(self.names[named] if named else ord(text[0]))
+            text = text[max(len(named), 1) :]
+        return found
+
+
+class _Entry(str):
+    special = True
+
+
+def test_control_tokens_in_callers_strings_are_text():
+    reader, draw = _Reader(), random.Random(0)
+    model: Any = SimpleNamespace(
+        source="x", defaults=SimpleNamespace(family="llama"), tokenizer=reader
+    )
+    halves = ["<|end|>", "<x>", "<|", "end|>", "<", "x>", "a", " ", turns._OPEN, turns._CLOSE]
+    for _ in range(300):
+        hostile = "".join(draw.choices(halves, k=draw.randint(1, 12)))
+        tools = [{"name": hostile, hostile: 1}]
+        talk = [{"role": "user", "content": f"q{hostile}q"}]
+        text, ids = chat.prompt(model, talk, reader.ids, tools=tools)
+        assert [i for i in ids if i in reader.names.values()] == [1000]
+        kept = "".join("<|end|>" if i == 1000 else chr(i) for i in ids)
+        assert kept == text
+        if not {turns._OPEN, turns._CLOSE} & set(hostile):
+            assert f"q{hostile}q<|end|>" in text
+
+
+def test_the_models_own_marks_in_echoed_thoughts_are_no_tokens_but_thoughts():
+    turn = turns.thoughts_apart({"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes."})
+    assert turn == {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
