@@ -15,7 +15,7 @@ from .dtypes import STORED, raw
 from .packed import FP8_DYNAMIC, KEYS
 from .rules import Array, Placement, Tensor, find, placements, tensor_shapes
 from .scaled import E4M3, Scaled
-from .tensor_names import table_of
+from .tensor_names import Table
 
 WriteLeaf = Callable[[KeyPath, Any], None]
 
@@ -24,7 +24,7 @@ _ALIGNMENT = 8  # the header's length is a multiple of it, and stored in so many
 
 
 def write_folder(
-    params: Any, shapes: Any, folder: Path, family: str, config: Mapping[str, Any]
+    params: Any, shapes: Any, folder: Path, table: Table, config: Mapping[str, Any]
 ) -> None:
     """Write `model.safetensors` and `config.json`; other files of the folder stay as they are.
 
@@ -35,10 +35,10 @@ def write_folder(
         params: The network's tree, on any device.
         shapes: Shapes and stored types of the tree.
         folder: Made where it is missing.
-        family: Whose tensor names to write.
+        table: The tensor names to write.
         config: The entries of `config.json`.
     """
-    places = placements(table_of(family).rules_for(), shapes)
+    places = placements(table.rules_for(), shapes)
     folder.mkdir(parents=True, exist_ok=True)
     with _replaced(folder / "model.safetensors") as path, _leaves(path, places, shapes) as write:
         for leaf in dict.fromkeys(place.path for place in places):
@@ -53,7 +53,7 @@ def fp8_folder(
     places: Sequence[Placement],
     shapes: Any,
     small: Container[KeyPath],
-    family: str,
+    table: Table,
     config: Mapping[str, Any],
 ) -> Generator[WriteLeaf, None, None]:
     """Write FP8-dynamic of compressed-tensors, leaf by leaf, in any order.
@@ -63,13 +63,12 @@ def fp8_folder(
         places: The tensors, each of them a matrix where it is in 8 bits.
         shapes: Shapes and stored types of the tree in 16 bits.
         small: Leaves in 8 bits, which come as `Scaled`: e4m3, a float32 scale for each output.
-        family: Whose head stays unless it is small, also where it is tied and no tensor.
+        table: Whose head stays unless it is small, also where it is tied and no tensor.
         config: The entries of the source's `config.json`.
 
     Yields:
         Called with the key path of every leaf and the leaf, a NumPy array or `Scaled`.
     """
-    table = table_of(family)
     kept = {name for name, shape in tensor_shapes(places).items() if len(shape) == 2}
     kept |= {table.lm_head, *table.kept}
     kept -= {place.name for place in places if place.path in small or place.path[-1] == "embed"}

@@ -25,7 +25,7 @@ from .packed import Packed, Scheme, matrices, read_scheme, unread_notes
 from .report import META, Report
 from .rules import Placement, placements, tensor_shapes
 from .shards import Shards, Stored, quantised, read_shards
-from .tensor_names import table_of
+from .tensor_names import Table
 from .tokenizer_files import present, read_facts, read_json
 from .weights import has_own_head
 
@@ -72,7 +72,7 @@ def _described(report: Report, networks: Networks, allow_extra: bool) -> Report:
     shards = read_shards(folder)
     problems += shards.problems
     notes = [*(parsed.notes if parsed else ()), *shards.notes]
-    table = parsed and table_of(parsed.family)
+    table = parsed and networks.table_of(parsed.family)
     is_tied = table and table.has_own_head and parsed.config.tie_embeddings
     if is_tied and has_own_head(folder, shards.tensors, table):
         cfg = dataclasses.replace(parsed.config, tie_embeddings=False)
@@ -87,7 +87,7 @@ def _described(report: Report, networks: Networks, allow_extra: bool) -> Report:
     if param_shapes is not None and (text := _too_many(param_shapes(np.float32), shards.tensors)):
         problems.append(text)
     elif param_shapes is not None and not small:
-        asked = _asked(folder, parsed, param_shapes(np.float32), shards.tensors)
+        asked = _asked(folder, parsed, table, param_shapes(np.float32), shards.tensors)
         differences, remarks = compare(asked, shards.tensors, allow_extra=allow_extra)
         problems += differences
         problems += [
@@ -100,6 +100,7 @@ def _described(report: Report, networks: Networks, allow_extra: bool) -> Report:
     return dataclasses.replace(
         report,
         family=parsed.family if parsed else None,
+        table=table or None,
         config=parsed.config if parsed else None,
         defaults=parsed.defaults if parsed else None,
         dtype=_main_dtype(shards.tensors),
@@ -199,9 +200,10 @@ def _read_config(folder: Path, networks: Networks, problems: list[str]) -> Any:
     return None
 
 
-def _asked(folder: Path, parsed: Any, shapes: Any, held: Mapping[str, Stored]) -> Asked:
+def _asked(
+    folder: Path, parsed: Any, table: Table, shapes: Any, held: Mapping[str, Stored]
+) -> Asked:
     """The tensors that the config requires, in the form that the headers have."""
-    table = table_of(parsed.family)
     places = placements(table.rules_for(held), shapes)
     further = read_json(folder / "config.json").get("num_nextn_predict_layers")
     further_layers = further if isinstance(further, int) and further > 0 else 0

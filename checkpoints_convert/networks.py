@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from .tensor_names import Table
+
 
 @dataclasses.dataclass(frozen=True)
 class Networks:
@@ -15,6 +17,7 @@ class Networks:
         param_shapes: `(config, dtype)` -> tree of shapes.
         config_from_json: `(family, fields)` -> config.
         defaults_from_json: `fields` -> defaults.
+        table_of: `family` -> the names of its tensors.
         with_d2f_adapter: `defaults` -> the defaults after a D2F adapter is merged.
         loads_small: `(config, key path, whether it is e4m3 with a scale for each output)` ->
             whether a leaf that is stored in few bits is held in 8.
@@ -24,5 +27,6 @@ class Networks:
     param_shapes: Callable[[Any, Any], Any]
     config_from_json: Callable[[str, Any], Any]
     defaults_from_json: Callable[[Any], Any]
+    table_of: Callable[[str], Table]
     with_d2f_adapter: Callable[[Any], Any]
     loads_small: Callable[[Any, tuple[str | int, ...], bool], bool]

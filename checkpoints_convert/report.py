@@ -15,6 +15,7 @@ from .lora import AdapterFacts, Factors
 from .packed import Packed, Scheme
 from .rules import ConversionError, Placement, Tensor, listed, tensor_shapes
 from .shards import Stored
+from .tensor_names import Table
 
 META = "meta.json"
 FORMAT = "dllm-jax"  # the value of its "format"
@@ -29,6 +30,7 @@ class Report:
 
     Attributes:
         kind: "hf" for a Hugging Face folder, "converted" for one of ours.
+        table: Names of the family's tensors; None unless kind is "hf".
         config: The network's config, as the family's parser returns it.
         defaults: The family's decoding defaults.
         dtype: The weights' type, by most elements; None if there are no weights.
@@ -50,6 +52,7 @@ class Report:
     folder: Path
     kind: str
     family: str | None = None
+    table: Table | None = dataclasses.field(default=None, repr=False)
     config: Any = None
     defaults: Any = None
     dtype: str | None = None
@@ -123,6 +126,16 @@ class Report:
         if self.problems or self.config is None or self.defaults is None:
             raise ConversionError(self.source, self.problems)
         return self.config, self.defaults
+
+    def tensors(self) -> Table:
+        """The names of the tensors of a Hugging Face folder.
+
+        Raises:
+            ConversionError: As `require_ok`.
+        """
+        self.require_ok()
+        assert self.table is not None
+        return self.table
 
     def shapes_in(self, dtype: Any) -> Any:
         """The shapes of the parameter tree with leaves of `dtype`; some stay float32.

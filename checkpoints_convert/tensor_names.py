@@ -7,11 +7,11 @@ gives the table of each family.
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from .rules import EXPERT, Part, Rule, numbered
+from .rules import EXPERT, Part, Rule, listed, numbered
 
 Rules = tuple[Rule, ...]
 Forms = tuple[Rules, ...]
@@ -63,6 +63,35 @@ class Table:
             forms = each if single and each else forms
             chosen.append(max(forms, key=lambda form: _known(form, held)))
         return self.rules + tuple(rule for form in chosen for rule in form)
+
+    def renamed(self, names: Mapping[str, str], keys: ConfigKeys | None = None) -> "Table":
+        """The table of a family that gives the same tensors other names.
+
+        Args:
+            names: Names of this table, each with the other one; `{i}` is the layer in both.
+            keys: Names in the other `config.json`; None: those of this table.
+
+        Raises:
+            ValueError: A name that this table has not.
+        """
+        known = {rule.pattern for rule in self.every_rule()}
+        if unknown := [name for name in names if name not in known]:
+            raise ValueError(f"{listed(unknown)}: no such name to change; it has {listed(known)}")
+
+        def changed(rules: Rules) -> Rules:
+            return tuple(
+                dataclasses.replace(rule, pattern=names.get(rule.pattern, rule.pattern))
+                for rule in rules
+            )
+
+        return dataclasses.replace(
+            self,
+            rules=changed(self.rules),
+            choices=tuple(tuple(map(changed, forms)) for forms in self.choices),
+            embed=names.get(self.embed, self.embed),
+            lm_head=names.get(self.lm_head, self.lm_head),
+            keys=keys or self.keys,
+        )
 
     def every_rule(self) -> Rules:
         """The rules of all forms."""
@@ -139,8 +168,8 @@ _MLP = (
     Rule(_FROM + "mlp.down_proj.weight", _TO + "w_down", MATRIX),
 )
 
-_DENSE = Table((*_ENDS, *_NORMS, *_ATTENTION, *_MLP))
-_A2D = dataclasses.replace(_DENSE, has_own_head=True)  # fine-tunes break ties
+LLAMA = Table((*_ENDS, *_NORMS, *_ATTENTION, *_MLP))
+_A2D = dataclasses.replace(LLAMA, has_own_head=True)  # fine-tunes break ties
 
 # SDAR-MoE and Qwen3-MoE: the dense names, and experts in one of three forms. The hub holds a tensor
 # for each expert; training frameworks merge them; transformers 5 packs gates and ups together.
@@ -167,7 +196,7 @@ _PACKED = (
 _FORMS = (_SPLIT, _MERGED, _PACKED)
 _ROUTER = Rule("model.layers.{i}.mlp.gate.weight", "layers.{i}.router", MATRIX)
 
-_MOE = Table((*_DENSE.rules, _ROUTER), choices=(_FORMS,))
+_MOE = Table((*LLAMA.rules, _ROUTER), choices=(_FORMS,))
 
 
 def _shared(at: str) -> Rules:
@@ -341,9 +370,9 @@ _GEMMA = Table(
 )
 
 TABLES = {
-    **dict.fromkeys(("sdar", "qwen3", "dream", "dream_reasoner"), _DENSE),
-    **dict.fromkeys(("stable_diffcoder", "fast_dllm_v2", "llama"), _DENSE),
-    **dict.fromkeys(("illada", "open_dcoder"), _DENSE),
+    **dict.fromkeys(("sdar", "qwen3", "dream", "dream_reasoner"), LLAMA),
+    **dict.fromkeys(("stable_diffcoder", "fast_dllm_v2", "llama"), LLAMA),
+    **dict.fromkeys(("illada", "open_dcoder"), LLAMA),
     **dict.fromkeys(("a2d_qwen3", "a2d_qwen2", "a2d_llama"), _A2D),
     "llada_moe": _LLADA_MOE,
     **dict.fromkeys(("sdar_moe", "qwen3_moe"), _MOE),

@@ -18,7 +18,7 @@ from .report import Report
 from .rules import Array, ConversionError, Placement, Shape, find
 from .scaled import E4M3, Form, Scaled
 from .shards import Stored
-from .tensor_names import Table, table_of
+from .tensor_names import Table
 
 _COMPARED_BYTES = 16 << 20
 
@@ -148,7 +148,7 @@ def _copy(report: Report, place: Placement, target: Array) -> Copy:
 
 def _tied_head(report: Report) -> Iterator[str]:
     """A head beside a tied embedding must be a copy of it."""
-    table = table_of(str(report.family))
+    table = report.tensors()
     wanted = {place.name for place in report.placements}
     if table.lm_head not in wanted and has_own_head(report.folder, report.stored, table):
         yield (

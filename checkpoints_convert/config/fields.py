@@ -57,6 +57,11 @@ class Fields:
     def __init__(self, config: Json, problems: list[str], notes: list[str]):
         self.config, self.problems, self.notes = config, problems, notes
 
+    def renamed(self, names: Mapping[str, str]) -> "Fields":
+        """The same entries, those of other names as a dialect of ours has them; old -> new."""
+        config = {names.get(key, key): value for key, value in self.config.items()}
+        return Fields(config, self.problems, self.notes)
+
     def whole(
         self, key: str, default: int | None = None, low: int = 1, most: int = 2**31 - 1
     ) -> int:

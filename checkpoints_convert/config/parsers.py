@@ -5,7 +5,7 @@ of the family's config class as a dictionary.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 from .fields import Fields, common_refusals, no_partial_rope, rope
@@ -29,6 +29,10 @@ class Layers(NamedTuple):
     qkv_bias: bool = False
     norm_topk: bool = False
     rms_only: bool = False
+
+
+# What reads a dialect: the fields of the network's config class.
+Parser = Callable[[Fields, Layers], dict[str, Any]]
 
 
 def hf(fields: Fields, layers: Layers) -> dict[str, Any]:

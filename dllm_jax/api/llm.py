@@ -36,6 +36,7 @@ from dllm_jax.loading.jax_settings import enable_compile_cache
 from dllm_jax.loading.load import load, place, with_kv_cache
 from dllm_jax.loading.model import Model
 from dllm_jax.loading.tokenizer import encode
+from dllm_jax.models.family_table import Family
 from dllm_jax.models.kv_cache import KVCacheDType
 from dllm_jax.models.quantization import Quantization
 from dllm_jax.models.sharding import Split, over_devices
@@ -70,7 +71,7 @@ class LLM:
         strategy: A name, `"pkg.mod:Name"`, a value or a step function; None: the family's, and
             `dflash` for a model of `ar` with a draft.
         block_size, buffer_size: Of a strategy given by name or None.
-        dtype, revision, lora, quantization, kv_cache_dtype, quantize_head, tokenizer: As in
+        dtype, revision, lora, quantization, kv_cache_dtype, quantize_head, tokenizer, family: As in
             `dj.load`.
         max_num_seqs, max_model_len, page_size, memory_utilization, num_pages: As in `EngineConfig`.
         enable_prefix_caching, max_num_batched_tokens, batch_invariant: As in `EngineConfig`.
@@ -120,6 +121,7 @@ class LLM:
         kv_cache_dtype: KVCacheDType = "auto",
         quantize_head: bool = False,
         tokenizer: str | os.PathLike[str] | None = None,
+        family: Family | str | None = None,
         max_num_batched_tokens: int | None = EngineConfig.max_num_batched_tokens,
         batch_invariant: bool = EngineConfig.batch_invariant,
         warm_up: bool = True,
@@ -146,7 +148,7 @@ class LLM:
         self._is_advised = False
         enable_compile_cache()
         how = {"dtype": dtype, "revision": revision, "lora": lora, "quantization": quantization}
-        how |= {"quantize_head": quantize_head, "tokenizer": tokenizer}
+        how |= {"quantize_head": quantize_head, "tokenizer": tokenizer, "family": family}
         self.model = _model(model, split, kv_cache_dtype, **how)
         bound = bind_strategy(
             self.model, strategy, draft, block_size=block_size, buffer_size=buffer_size

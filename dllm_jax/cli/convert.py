@@ -45,17 +45,19 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Convert, with a progress bar, and say how large the result is."""
     from tqdm import tqdm
 
-    from dllm_jax.cli.sources import checkpoint_folder, headers_folder
+    from dllm_jax.cli.sources import checkpoint_folder, family_of, headers_folder
     from dllm_jax.loading.checkpoints import convert, inspect, plan
     from dllm_jax.loading.sources import find_adapter
 
     lora = None if args.lora is None else find_adapter(args.lora)
     eight = {"quantize": args.quantize, "quantize_head": args.quantize_head}
-    how = {"force": args.force, **eight}
+    family = family_of(args)
+    how = {"force": args.force, "family": family, **eight}
     if args.dry_run:
         with headers_folder(args.src, args.revision) as folder:
             convert(folder, args.dst, args.dtype, lora, **how, dry_run=True)
-            print(f"{args.dst}: {plan(inspect(folder, lora=lora), args.dtype, **eight)}")
+            report = inspect(folder, lora=lora, family=family)
+            print(f"{args.dst}: {plan(report, args.dtype, **eight)}")
         return 0
     folder = checkpoint_folder(args.src, args.revision)
     began = time.perf_counter()

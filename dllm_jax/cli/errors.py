@@ -1,6 +1,8 @@
 """Errors of the command line, each as one line."""
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from dllm_jax.engine.layout import DeviceFailure
 
@@ -42,6 +44,29 @@ def _of_a_user(error: BaseException) -> tuple[str, str]:
     from dllm_jax.strategies.core import errors
 
     return errors.described(error), errors.place(error)
+
+
+def from_user(what: str, spec: str, load: Callable[[str], Any]) -> Any:
+    """`load(spec)`, which runs code of the user.
+
+    Raises:
+        UsageError: It raises, or ends the program.
+    """
+    from dllm_jax.strategies.core.errors import described
+
+    try:
+        return load(spec)
+    except ValueError as error:
+        raise UsageError(one_line(error)) from error
+    except Exception as error:
+        raise UsageError(
+            f"{what}={spec!r} cannot be used ({described(error)}); mend its code"
+        ) from error
+    except SystemExit as stop:
+        raise UsageError(
+            f"{what}={spec!r} ends the program while it is loaded ({stop.code}); "
+            "take the call of exit out of its file"
+        ) from stop
 
 
 def fitted(message: str) -> str:

@@ -189,6 +189,11 @@ DRAFT = Group(
 SOURCE = (  # of what a model is made
     flag("--revision REV", "branch, tag or commit of a hub id (default: its main branch)"),
     flag("--lora SRC", "a LoRA adapter to merge in: a PEFT folder or a hub id"),
+    flag(
+        "--family SPEC",
+        "the family of a folder that is of none of ours: path/to/file.py:NAME or pkg.module:NAME "
+        "(default: the one its config names)",
+    ),
 )
 MODEL = Group(
     "model",

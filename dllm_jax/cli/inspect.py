@@ -20,13 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Print the report; a checkpoint that cannot be loaded is a failure."""
-    from dllm_jax.cli.sources import headers_folder
+    from dllm_jax.cli.sources import family_of, headers_folder
     from dllm_jax.loading.checkpoints import inspect
     from dllm_jax.loading.sources import find_adapter
 
     adapter = None if args.lora is None else find_adapter(args.lora)
+    family = family_of(args)
     with headers_folder(args.src, args.revision) as folder:
-        report = dataclasses.replace(inspect(folder, lora=adapter), source=args.src)
+        report = inspect(folder, lora=adapter, family=family)
+    report = dataclasses.replace(report, source=args.src)
     report = dataclasses.replace(report, notes=(*report.notes, *_notes(report)))
     if args.json:
         facts = {

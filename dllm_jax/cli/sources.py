@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dllm_jax.cli.errors import UsageError
+from dllm_jax.cli.errors import UsageError, from_user
 
 BAR_FROM = 200_000_000  # bytes; less is read before a progress bar could be seen
 
@@ -46,10 +46,22 @@ def load_model(args: argparse.Namespace) -> Any:
             kv_cache_dtype=args.kv_cache_dtype,
             quantize_head=args.quantize_head,
             tokenizer=args.tokenizer,
+            family=family_of(args),
         )
     finally:
         for bar in bars:
             bar.close()
+
+
+def family_of(args: argparse.Namespace) -> Any:
+    """The family of --family, None without.
+
+    Raises:
+        UsageError: It is none, or its file cannot be run.
+    """
+    from dllm_jax.loading.load import load_family
+
+    return None if args.family is None else from_user("family", args.family, load_family)
 
 
 def checkpoint_folder(source: str, revision: str | None = None) -> Path:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dllm_jax.cli.errors import UsageError, one_line
+from dllm_jax.cli.errors import UsageError, from_user
 from dllm_jax.cli.flags import THRESHOLDS, key_value, literal
 from dllm_jax.engine.checks import MOST
 
@@ -27,24 +27,8 @@ def load(spec: str | None) -> Any:
         UsageError: It names no strategy, or its file cannot be run.
     """
     from dllm_jax.strategies import load_strategy
-    from dllm_jax.strategies.core.errors import described
 
-    if spec is None:
-        return None
-    try:
-        value = load_strategy(spec)
-    except ValueError as error:
-        raise UsageError(one_line(error)) from error
-    except Exception as error:  # code of the user's runs here
-        raise UsageError(
-            f"strategy={spec!r} cannot be used ({described(error)}); mend its code"
-        ) from error
-    except SystemExit as stop:
-        raise UsageError(
-            f"strategy={spec!r} ends the program while it is loaded ({stop.code}); "
-            "take the call of exit out of its file"
-        ) from stop
-    return value
+    return None if spec is None else from_user("strategy", spec, load_strategy)
 
 
 def given_fields(args: argparse.Namespace) -> dict[str, Any]:

@@ -6,6 +6,7 @@
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +22,6 @@ from dllm_jax.convert.report import Plan, Report
 from dllm_jax.convert.report import plan as sizes
 from dllm_jax.convert.rules import ConversionError, Placement, find, placements
 from dllm_jax.convert.scaled import Form, Scaled
-from dllm_jax.convert.tensor_names import table_of
 from dllm_jax.convert.tokenizer_files import read_json
 from dllm_jax.convert.weights import read_weights
 from dllm_jax.models.architecture import arch_of
@@ -32,7 +32,7 @@ from dllm_jax.models.families import (
     defaults_from_json,
     parse_config,
 )
-from dllm_jax.models.family_table import with_d2f_adapter
+from dllm_jax.models.family_table import Family, family_named, with_d2f_adapter
 from dllm_jax.models.quantization import (
     HEAD,
     STORED,
@@ -67,9 +67,9 @@ def _loads_small(cfg: Any, path: KeyPath, is_by_output: bool) -> bool:
     return unsupported(cfg) is None and stays_small(path, is_by_output)
 
 
-def _parse_config(*files: Any, name: str) -> Parsed:
+def _parse_config(*files: Any, name: str, family: Family | None = None) -> Parsed:
     """As `parse_config`; numbers of decoding must be those that the strategy takes."""
-    parsed = parse_config(*files, name=name)
+    parsed = parse_config(*files, name=name, family=family)
     numbers: dict[str, Any] = dict(parsed.defaults.numbers)
     try:
         DiffusionGemma(**numbers)
@@ -78,14 +78,17 @@ def _parse_config(*files: Any, name: str) -> Parsed:
     return parsed
 
 
-_NETWORKS = Networks(
-    parse_config=_parse_config,
-    param_shapes=_param_shapes,
-    config_from_json=config_from_json,
-    defaults_from_json=defaults_from_json,
-    with_d2f_adapter=with_d2f_adapter,
-    loads_small=_loads_small,
-)
+def _networks(family: Family | None) -> Networks:
+    """The families of ours, or the one from outside."""
+    return Networks(
+        parse_config=partial(_parse_config, family=family),
+        param_shapes=_param_shapes,
+        config_from_json=lambda name, fields: config_from_json(family or name, fields),
+        defaults_from_json=partial(defaults_from_json, family=family),
+        table_of=lambda name: (family or family_named(name)).table,
+        with_d2f_adapter=with_d2f_adapter,
+        loads_small=_loads_small,
+    )
 
 
 def inspect(
@@ -93,6 +96,7 @@ def inspect(
     *,
     lora: str | os.PathLike[str] | None = None,
     allow_extra: bool = False,
+    family: Family | None = None,
 ) -> Report:
     """Describe a checkpoint folder and list every problem, without reading weights.
 
@@ -100,8 +104,9 @@ def inspect(
         src: A Hugging Face folder or a converted one.
         lora: The folder of a LoRA adapter for it.
         allow_extra: Tensors of unknown name become a note instead of a problem.
+        family: One from outside; None: the one of ours that the config names.
     """
-    return inspection.inspect(src, _NETWORKS, lora, allow_extra)
+    return inspection.inspect(src, _networks(family), lora, allow_extra)
 
 
 def load_params(
@@ -115,6 +120,7 @@ def load_params(
     cut: Cut | None = None,
     passes: Callable[[KeyPath], bool] | None = None,
     as_stored: bool = False,
+    family: Family | None = None,
 ) -> tuple[Any, Report]:
     """Read a checkpoint's weights into host memory.
 
@@ -132,6 +138,7 @@ def load_params(
             output, comes as a `Scaled` of the stored numbers.
         as_stored: `keep` gets the leaves of a Hugging Face folder with their axes in memory as in
             the file, which is read faster; not in rows, and not a `Scaled`.
+        family: As of `inspect`.
 
     Returns:
         The parameter tree, and the report on the checkpoint.
@@ -139,7 +146,7 @@ def load_params(
     Raises:
         ConversionError: With every problem found.
     """
-    report = inspect(src, lora=lora, allow_extra=allow_extra)
+    report = inspect(src, lora=lora, allow_extra=allow_extra, family=family)
     report.require_ok()
     forms = _forms(report, passes)
     return _read(report, dtype, progress, keep, cut, forms, as_stored), report
@@ -170,6 +177,7 @@ def convert(
     dry_run: bool = False,
     quantize: Literal["fp8"] | None = None,
     quantize_head: bool = False,
+    family: Family | None = None,
 ) -> Path:
     """Write a checkpoint as a converted folder: parameters in Orbax form, `meta.json`, tokenizer.
 
@@ -189,6 +197,7 @@ def convert(
         quantize: "fp8": round the matrices of layers and experts; embedding, head, norms and
             routers stay.
         quantize_head: Round the head too, a scale for each id, if it is not the embedding.
+        family: As of `inspect`.
 
     Returns:
         The folder.
@@ -199,7 +208,7 @@ def convert(
         OSError: If the folder cannot be written or does not fit; checked before weights are read.
         ValueError: If `dst` is `src` or holds it.
     """
-    report = inspect(src, lora=lora, allow_extra=allow_extra)
+    report = inspect(src, lora=lora, allow_extra=allow_extra, family=family)
     report.require_ok()
     target = Path(dst)
     require_place(target, Path(src), force=force)
@@ -283,7 +292,7 @@ class _Eight(NamedTuple):
 def _eight(report: Report, dtype: str, with_head: bool) -> _Eight:
     name = report.dtype or "float32" if dtype == "auto" else dtype
     shapes = report.shapes_in(as_dtype(name))
-    rules = table_of(str(report.family)).rules_for(report.stored, single=True)
+    rules = report.tensors().rules_for(report.stored, single=True)
     places, forms = placements(rules, shapes), _forms(report, lambda _: True)
     small = {place.path for place in places if place.path[-1] in STORED} | set(forms)
     small |= {(HEAD,)} if with_head else set()
@@ -294,7 +303,7 @@ def _save_fp8(report: Report, folder: Path, eight: _Eight, progress: Progress | 
     """Matrices are rounded as by `load`, one leaf after another, and so are the same there."""
     name, shapes, places, forms, small = eight
     config = _typed(read_json(report.folder / "config.json"), name)
-    with export.fp8_folder(folder, places, shapes, small, str(report.family), config) as write:
+    with export.fp8_folder(folder, places, shapes, small, report.tensors(), config) as write:
 
         def keep(path: KeyPath, leaf: Any) -> None:
             write(path, _rounded(path, leaf) if path in small else leaf)
@@ -378,5 +387,5 @@ def export_hf(
     """
     folder, shapes = Path(dst), _param_shapes(cfg, as_dtype(dtype))
     entries = {**config_json(family, cfg, dtype), **(extra_config or {})}
-    export.write_folder(params, shapes, folder, family, entries)
+    export.write_folder(params, shapes, folder, family_named(family).table, entries)
     return folder

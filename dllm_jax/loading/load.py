@@ -29,6 +29,7 @@ from dllm_jax.models import kv_cache
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.dense import INIT_STD, is_norm
 from dllm_jax.models.families import parse_config
+from dllm_jax.models.family_table import Family
 from dllm_jax.models.head import Unembed
 from dllm_jax.models.kv_cache import KVCacheDType
 from dllm_jax.models.published import PUBLISHED
@@ -44,6 +45,7 @@ from dllm_jax.models.quantization import (
 )
 from dllm_jax.models.sharding import Split, as_split
 from dllm_jax.strategies.core.checks import short_repr
+from dllm_jax.strategies.core.resolve import load_object
 
 _DTYPES = ("auto", "bfloat16", "float32", "float16")
 _DRAW = 1 << 26  # elements of a random leaf drawn at a time
@@ -60,6 +62,7 @@ def load(
     kv_cache_dtype: KVCacheDType = "auto",
     quantize_head: bool = False,
     tokenizer: str | os.PathLike[str] | None = None,
+    family: Family | str | None = None,
 ) -> Model:
     """Load a model.
 
@@ -83,6 +86,8 @@ def load(
             stay as they are; DiffusionGemma's, of which it reads a law, are rounded too.
         tokenizer: A folder or a hub id whose tokenizer and chat template are taken in place of
             those of `src`. The ids of its masks and ends stay those of `src`.
+        family: The family of a folder that is of none of ours: a `Family`, "pkg.mod:NAME" or
+            "path/to/file.py:NAME". docs/add_a_model.md has one.
 
     Returns:
         The model, weights on the default device or on those of the mesh.
@@ -105,7 +110,7 @@ def load(
             f"{', '.join(QUANTIZATIONS)}"
         )
     if source.startswith("random:"):
-        for name, value in (("revision", revision), ("lora", lora)):
+        for name, value in (("revision", revision), ("lora", lora), ("family", family)):
             if value is not None:
                 raise LoadError(
                     f"{name}={short_repr(value)}: the weights of {source!r} are drawn; leave it out"
@@ -114,8 +119,31 @@ def load(
         return _in_8_bits(model, kv_cache_dtype, quantize_head)
     adapter = None if lora is None else find_adapter(lora)  # small: an error in it comes first
     folder = find_folder(source, revision)
-    model = _from_folder(folder, source, dtype, adapter, progress, quantization, split, tokenizer)
+    foreign = None if family is None else load_family(family)
+    model = _from_folder(
+        folder, source, dtype, adapter, progress, quantization, split, tokenizer, foreign
+    )
     return _in_8_bits(model, kv_cache_dtype, quantize_head)
+
+
+def load_family(family: Any) -> Family:
+    """The family that `load(family=)` names.
+
+    Raises:
+        LoadError: It is none, or its file cannot be run.
+    """
+    found = family
+    if isinstance(family, str):
+        try:
+            found = load_object(family, "family")
+        except ValueError as error:
+            raise LoadError(str(error)) from error
+    if not isinstance(found, Family):
+        raise LoadError(
+            f"family={short_repr(family)} is of type {type(found).__name__}; give a Family "
+            "(dllm_jax.models.family_table), pkg.module:NAME or path/to/file.py:NAME"
+        )
+    return found
 
 
 def _spelt(model: Model, tokenizer: str | os.PathLike[str] | None) -> Model:
@@ -185,9 +213,10 @@ def _from_folder(
     quantization: Quantization | None,
     split: Split | None,
     other_tokenizer: str | os.PathLike[str] | None,
+    family: Family | None,
 ) -> Model:
     target = "float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
-    report = checkpoints.inspect(folder, lora=adapter)
+    report = checkpoints.inspect(folder, lora=adapter, family=family)
     is_small, further = _chosen(source, report, quantization)
     config, defaults = report.require_ok()
     tokenizer = None
@@ -216,6 +245,7 @@ def _from_folder(
         cut=cut,
         passes=is_small,
         as_stored=as_stored,
+        family=family,
     )
     for note in (*report.notes, *further):
         warnings.warn(f"{source}: {note}", stacklevel=3)

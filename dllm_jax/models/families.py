@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from dllm_jax.convert.config.canvas import diffusion_gemma, numbers
 from dllm_jax.convert.config.drafts import dflash
 from dllm_jax.convert.config.fields import ConfigError, Fields, Json, well_formed
-from dllm_jax.convert.config.parsers import PARSERS
+from dllm_jax.convert.config.parsers import PARSERS, Parser
 from dllm_jax.convert.config.special_tokens import TokenizerFacts, first_id, ids, mask_id, stop_ids
 from dllm_jax.convert.config.writers import WRITERS
 from dllm_jax.models.dense import DenseConfig
@@ -32,7 +32,7 @@ from dllm_jax.models.layers import Llama3Scaling, YarnScaling
 from dllm_jax.models.moe import MoEConfig
 
 MOST_ENDS = 32  # ids that end a text, as a slot holds them
-_PARSERS = {**PARSERS, "dflash": dflash, "diffusion_gemma": diffusion_gemma}
+_PARSERS: Mapping[str, Parser] = {**PARSERS, "dflash": dflash, "diffusion_gemma": diffusion_gemma}
 # Families whose model_type is also another's.
 _MODEL_TYPES = {
     "dream": "Dream",
@@ -59,6 +59,7 @@ def parse_config(
     tokenizer: TokenizerFacts | None = None,
     *,
     name: str = "",
+    family: Family | None = None,
 ) -> Parsed:
     """Read a Hugging Face `config.json`.
 
@@ -70,6 +71,7 @@ def parse_config(
         tokenizer: The contents of the folder's tokenizer files.
         name: Name of the folder or repository; `-b32` in it states the native block size, other
             parts of it change defaults.
+        family: One from outside; None: the one of ours that the config names.
 
     Raises:
         ConfigError: With every problem found.
@@ -78,8 +80,9 @@ def parse_config(
     notes: list[str] = []
     fields = Fields(well_formed(config, problems), problems, notes)
     generation, facts = generation_config or {}, tokenizer or TokenizerFacts()
-    family = find_family(fields.config, name, facts)
-    network = _PARSERS[family.dialect](fields, family.layers)
+    family = family or find_family(fields.config, name, facts)
+    parser = _PARSERS[family.dialect] if isinstance(family.dialect, str) else family.dialect
+    network = parser(fields, family.layers)
     scaling = network.get("rope_scaling") or {}
     if "beta_fast" in scaling:  # YaRN; configs state the length before or after it
         longest = int(scaling["factor"] * scaling["original_max_position"])
@@ -93,7 +96,7 @@ def parse_config(
     if not problems:
         try:
             mask = {"mask_token_id": tokens.pop("mask_token_id")}
-            cfg = config_from_json(family.name, {"shift": family.shift, **mask, **network})
+            cfg = config_from_json(family, {"shift": family.shift, **mask, **network})
         except ValueError as error:
             problems.append(str(error))
     if problems or cfg is None:
@@ -109,6 +112,7 @@ def config_json(family: str, cfg: DenseConfig, dtype: str = "bfloat16") -> dict[
         ValueError: An unknown family.
     """
     row = family_named(family)
+    assert isinstance(row.dialect, str)  # as of all of ours
     mask = {} if cfg.mask_token_id < 0 else {"mask_token_id": cfg.mask_token_id}
     return {
         "architectures": [row.architecture],
@@ -185,7 +189,7 @@ def _refuse_resizing(
         fields.problems.append(f"{' and '.join(found)}: this is a model such as {DREAMON}")
 
 
-def config_from_json(family: str, mapping: Mapping[str, Any]) -> DenseConfig:
+def config_from_json(family: str | Family, mapping: Mapping[str, Any]) -> DenseConfig:
     """A network config from its fields, as `dataclasses.asdict` or JSON gives them.
 
     Raises:
@@ -197,10 +201,15 @@ def config_from_json(family: str, mapping: Mapping[str, Any]) -> DenseConfig:
         scaling = entries["rope_scaling"]
         kind = YarnScaling if "beta_fast" in scaling else Llama3Scaling
         entries["rope_scaling"] = kind(**scaling)
-    return _config_class(family_named(family))(**entries)
+    row = family_named(family) if isinstance(family, str) else family
+    if row.dialect == "dflash":
+        return DFlashConfig(**entries)
+    if row.dialect == "diffusion_gemma":
+        return GemmaConfig(**entries)
+    return (MoEConfig if "num_experts" in entries else DenseConfig)(**entries)
 
 
-def defaults_from_json(mapping: Mapping[str, Any]) -> FamilyDefaults:
+def defaults_from_json(mapping: Mapping[str, Any], family: Family | None = None) -> FamilyDefaults:
     """Defaults from their fields, as `dataclasses.asdict` or JSON gives them.
 
     The family's row fills in entries that older versions did not write.
@@ -209,7 +218,7 @@ def defaults_from_json(mapping: Mapping[str, Any]) -> FamilyDefaults:
         TypeError: An unknown entry, or one that is missing.
         ValueError: An unknown family, or an entry with an invalid value.
     """
-    row = family_named(str(mapping.get("family")))
+    row = family or family_named(str(mapping.get("family")))
     usual = {"attention": row.attention, "alternatives": row.alternatives}
     entries = {name: _as_tuple(value) for name, value in mapping.items()}
     return FamilyDefaults(**{**usual, **entries})
@@ -218,14 +227,6 @@ def defaults_from_json(mapping: Mapping[str, Any]) -> FamilyDefaults:
 def _as_tuple(value: Any) -> Any:
     """A JSON list as the tuple it was, and so the lists in it."""
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
-
-
-def _config_class(family: Family) -> type[DenseConfig]:
-    if family.dialect == "dflash":
-        return DFlashConfig
-    if family.dialect == "diffusion_gemma":
-        return GemmaConfig
-    return MoEConfig if family.dialect in ("qwen_moe", "llada_moe", "llada2") else DenseConfig
 
 
 def _tokens(

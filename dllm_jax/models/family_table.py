@@ -9,7 +9,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from dllm_jax.convert.config.parsers import Layers
+from dllm_jax.convert.config.parsers import Layers, Parser
+from dllm_jax.convert.tensor_names import Table, table_of
 
 Attention = Literal["full", "causal", "block_causal", "d2f"]
 Dialect = Literal["hf", "qwen_moe", "llada_moe", "llada", "llada2", "dflash", "diffusion_gemma"]
@@ -110,7 +111,8 @@ class Family(Decoding):
         architecture: The class that `architectures` or `auto_map` names.
         also: Other names of that class.
         model_types: Used only where no class is named; empty where they would be ambiguous.
-        dialect: How the config is written.
+        dialect: How the config is written: one of ours, or a function that reads another.
+        tensors: Names of the tensors; None: those of `tensor_names.TABLES`.
         layers: Properties of the layers that the config does not state.
         shift: Row i of the output predicts position i + 1.
         mask_token_id: None where the files must name it, and for a model without a mask token.
@@ -129,7 +131,8 @@ class Family(Decoding):
     architecture: str
     also: tuple[str, ...] = ()
     model_types: tuple[str, ...] = ()
-    dialect: Dialect = "hf"
+    dialect: Dialect | Parser = "hf"
+    tensors: Table | None = None
     layers: Layers = _PLAIN
     shift: bool
     mask_token_id: int | None
@@ -146,6 +149,11 @@ class Family(Decoding):
     def name(self) -> str:
         """Name of the family."""
         return self.family
+
+    @property
+    def table(self) -> Table:
+        """The names of its tensors."""
+        return self.tensors or table_of(self.family)
 
 
 def with_d2f_adapter(defaults: FamilyDefaults) -> FamilyDefaults:
@@ -432,7 +440,7 @@ FAMILIES = (
         **{**_AS_LLADA, "buffer_size": 64},
         append=True,
         mask_token_id=5,
-        mask_tokens=("<[MASK]>",),
+        mask_tokens=("<[MASK]>", "<[MASK_TOKEN]>"),  # the latter as Stable-DiffCoder's files
         stop_tokens=((2, "<[end▁of▁sentence]>"),),
         pad_token_id=1,
     ),
@@ -553,4 +561,4 @@ def family_named(name: str) -> Family:
         if family.name == name:
             return family
     known = ", ".join(f.name for f in every)
-    raise ValueError(f"family {name!r} is unknown; known are {known}")
+    raise ValueError(f"family {name!r} is unknown; known are {known}; give another (--family)")

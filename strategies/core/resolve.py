@@ -139,18 +139,29 @@ def _find(spec: str) -> Any:
             )
         module = importlib.import_module(f"{_PACKAGE}.{spec}")
         return module.STRATEGY
+    return load_object(spec, "strategy")
+
+
+def load_object(spec: str, what: str) -> Any:
+    """What a user's module or file holds: "pkg.mod:Name" or "path/to/file.py:name".
+
+    Args:
+        what: The argument that names it, for messages.
+
+    Raises:
+        ValueError: A missing module, file or attribute, or a file that cannot be run.
+    """
     location, _, name = spec.rpartition(":")
-    module = _load_file(location) if location.endswith(".py") else _import(location, spec)
+    is_file = location.endswith(".py")
+    module = _load_file(location, what) if is_file else _import(location, spec, what)
     if not hasattr(module, name):
         close = difflib.get_close_matches(name, vars(module), 1)
         hint = f"did you mean {close[0]!r}?" if close else "check the name"
-        raise ValueError(
-            f"strategy={short_repr(spec)}: {location} has no {short_repr(name)}; {hint}"
-        )
+        raise ValueError(f"{what}={short_repr(spec)}: {location} has no {short_repr(name)}; {hint}")
     return getattr(module, name)
 
 
-def _import(location: str, spec: str) -> Any:
+def _import(location: str, spec: str, what: str) -> Any:
     try:
         return importlib.import_module(location)
     except (ImportError, AttributeError) as error:
@@ -158,19 +169,17 @@ def _import(location: str, spec: str) -> Any:
             raise
         remedy = _foreign(error) or "check the path and PYTHONPATH"
         raise ValueError(
-            f"strategy={short_repr(spec)}: cannot import {location} ({error}); {remedy}"
+            f"{what}={short_repr(spec)}: cannot import {location} ({error}); {remedy}"
         ) from error
 
 
-def _load_file(location: str) -> Any:
+def _load_file(location: str, what: str) -> Any:
     path = Path(location)
     if not path.is_file():
-        raise ValueError(f"strategy file {short_repr(location)} does not exist; check the path")
-    found = importlib.util.spec_from_file_location(f"strategy_file_{path.stem}", path)
+        raise ValueError(f"{what} file {short_repr(location)} does not exist; check the path")
+    found = importlib.util.spec_from_file_location(f"{what}_file_{path.stem}", path)
     if found is None or found.loader is None:
-        raise ValueError(
-            f"strategy file {short_repr(location)} is no Python source; check the path"
-        )
+        raise ValueError(f"{what} file {short_repr(location)} is no Python source; check the path")
     module = importlib.util.module_from_spec(found)
     # Dataclasses look their module up by name while the file runs.
     sys.modules[module.__name__] = module
@@ -179,7 +188,7 @@ def _load_file(location: str) -> Any:
     except Exception as error:
         del sys.modules[module.__name__]
         raise ValueError(
-            f"strategy file {short_repr(location)} cannot be run "
+            f"{what} file {short_repr(location)} cannot be run "
             f"({described(error)}); {_foreign(error) or 'mend the file'}"
         ) from error
     return module
