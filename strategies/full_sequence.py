@@ -174,7 +174,8 @@ class FullSequence(Strategy):
         """The forward over the window, or over the part of it that is not cached."""
         visible, widths = _all_see_all(state), self._widths
         if self.cache is None:
-            return dual_cache.run_narrow(forward, state, text, widths, visible=visible), state
+            how = {"visible": visible, "stores": False}
+            return dual_cache.run_narrow(forward, state, text, widths, **how), state
         if self.cache == "prefix":
             window = self.block_size * self.buffer_size
             widths = (*widths, window // 4, window // 2)
@@ -192,7 +193,7 @@ class FullSequence(Strategy):
         buffer = state.buffer
         written = buffer.filled & ~blocks.is_given(state)
         shown = jnp.where(written, buffer.tokens, forward.mask_id)
-        how = {"inputs": shown, "visible": _all_see_all(state)}
+        how = {"inputs": shown, "visible": _all_see_all(state), "stores": False}
         return dual_cache.run_narrow(forward, state, text, self._widths, **how), self.cfg_scale
 
 

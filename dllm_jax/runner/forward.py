@@ -104,6 +104,7 @@ class ModelForward:
         mode: Int[Array, " B"] | Int[Array, "B K"] | int | None = None,
         hidden_layers: tuple[int, ...] = (),
         width: int | None = None,
+        stores: bool = True,
     ) -> "WindowOutput":
         """One pass over the window; see the protocol."""
         if context_len is not None and not self._reads_ahead:
@@ -184,7 +185,8 @@ class ModelForward:
         rows, taps = arch.trunk(
             self.model.params, self.model.config, x, positions, attend, hidden_layers, **more
         )
-        return _window_output(self, state, tuple(fresh), live, rows, taps, first)
+        kept = tuple(fresh) if stores else ()
+        return _window_output(self, state, kept, live, rows, taps, first)
 
     def embed(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
         """Embedding rows of ids."""

@@ -172,6 +172,7 @@ class Forward(Protocol):
         mode: Int[Array, " B"] | Int[Array, "B K"] | int | None = None,
         hidden_layers: tuple[int, ...] = (),
         width: int | None = None,
+        stores: bool = True,
     ) -> ForwardOutput:
         """One pass over the window.
 
@@ -190,6 +191,8 @@ class Forward(Protocol):
                 prediction. The output is a pytree of the window's shape, so passes of several
                 widths may be branches of a `lax.switch`; store outside of it (jaxlib 0.10 copies
                 a pool that two branches write).
+            stores: The output may be stored. False leaves the keys and values out of it, which
+                branches of a `lax.switch` would copy.
         """
         ...
 

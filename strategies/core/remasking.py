@@ -108,9 +108,13 @@ def next_of(
     padded = jnp.pad(text, ((0, 0), (count, 0)), constant_values=-1)
     before = jnp.stack([padded[:, i : i + text.shape[1]] for i in range(count)], axis=-1)
     # [B, W, count]: whether the first 1, 2, ... ids of the phrase stand right before a cell
-    ends = (before[..., count - n :] == jnp.asarray(phrase[:n]) for n in range(1, count + 1))
+    ends = (
+        before[..., count - n :] == jnp.asarray(phrase[:n])[None, None] for n in range(1, count + 1)
+    )
     stands = jnp.stack([jnp.all(end, axis=-1) for end in ends], axis=-1)
-    longest = jnp.max(jnp.where(stands[..., :-1], jnp.arange(1, count), 0), axis=-1, initial=0)
+    longest = jnp.max(
+        jnp.where(stands[..., :-1], jnp.arange(1, count)[None, None], 0), axis=-1, initial=0
+    )
     leftmost = holes & (jnp.cumsum(holes.reshape(text.shape), 1).reshape(holes.shape) == 1)
     goes_on = leftmost & ~jnp.any(stands[..., -1], axis=1)[:, None, None]
     share = number / jnp.maximum(buffer.limit - buffer.prompt_len, 1)[:, None, None]
