@@ -41,9 +41,10 @@ class EngineConfig:
             or, where a text is streamed, by the waiting prompts for each decoding text.
         max_steps_per_chunk: Most decode steps of one dispatch.
         slot_buckets, page_buckets, prefill_buckets: Sizes to compile; None: chosen.
-        batch_invariant: A request's tokens are the same bit for bit in any batch, in any order, and
-            however its prompt is found in the prefix cache (docs/same_tokens.md). On one Hopper GPU
-            in bfloat16, for dense networks.
+        batch_invariant: A request's tokens are the same bit for bit in any batch, in any order,
+            however its prompt is cut or found in the prefix cache, and after a preemption, for
+            which it starts over (docs/same_tokens.md). On one Hopper GPU in bfloat16, for dense
+            networks.
     """
 
     max_num_seqs: int = 8
@@ -102,8 +103,10 @@ class EngineLayout:
         pins: A request may bring cells of the first block behind its prompt.
         starts_filled: A request may bring cells of its first window.
         compute_at_least: Prompt tokens a prefix hit must leave to compute: 0, 1, or a block.
-        soft_commits: Committed keys depend on more than tokens: generated pages are never shared.
-        starts_over: A preempted request starts over: its slot does not hold its whole state.
+        soft_commits: Committed keys depend on more than tokens, or their bits do: generated pages
+            are never shared.
+        starts_over: A preempted request starts over: its slot does not hold its whole state, or
+            recomputed keys would have other bits.
         prefix_caching: Reuse pages across requests.
         salt: What keys and values depend on beside the tokens: model, adapter, mask, block size.
         vocab_size, mask_id, stop_token_ids, unread_token_ids: Of the model.

@@ -100,8 +100,9 @@ def make_layout(
         pins=needs.pins,
         starts_filled=needs.starts_filled,
         compute_at_least=least,
-        soft_commits=needs.soft_commits,
-        starts_over=needs.starts_over,
+        # The bits of what a window stores follow from where it began; a prompt has other pieces.
+        soft_commits=needs.soft_commits or config.batch_invariant,
+        starts_over=needs.starts_over or config.batch_invariant,
         prefix_caching=config.enable_prefix_caching,
         salt=_salt(model, strategy, aux),
         vocab_size=cfg.vocab_size,

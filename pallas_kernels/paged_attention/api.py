@@ -17,7 +17,7 @@ from ..dispatch import BackEnd
 from ..layer.fp8 import Fp8Groups
 from . import cudnn, mosaic, reference, triton
 from .mask import WindowMask
-from .mosaic_tiling import choose_tiling
+from .mosaic_tiling import choose_alike
 
 Implementation = Literal["xla", "cudnn", "triton", "mosaic"]
 
@@ -34,7 +34,6 @@ TRITON_ROWS = 128
 # SDAR-1.7B on an H200, ms a step, XLA / cuDNN: 0.4 M scores 1.98 / 2.53, 1.8 M 2.88 / 3.31,
 # 14 M 11.1 / 8.8 (benchmarks/results/step_time_h200_back_ends.json).
 XLA_SCORES = 4_000_000
-ALIKE = 32  # sequences for which `one_rounding` divides keys
 
 
 def paged_attention(
@@ -65,8 +64,8 @@ def paged_attention(
             head is multiplied by. Powers of two (`kv_write.fp8`).
         is_quantized: Rows may come out in 8 bits, each head of a row with a scale of its own; they
             do where the kernel rounds them in the same launch.
-        one_rounding: With "mosaic", keys are divided alike for any number of sequences: a row's
-            bits are its own.
+        one_rounding: With "mosaic", keys are divided alike for any number of sequences, and of rows
+            from 128 on: a row's bits are its own.
         implementation: "xla" (any device, the reference), "cudnn" and "triton" (NVIDIA GPU,
             16-bit), "mosaic" (Hopper, bfloat16, jax 0.11), or None for the fastest that supports
             the arguments.
@@ -82,7 +81,7 @@ def paged_attention(
     if is_quantized:
         own = own._replace(run=functools.partial(own.run, is_quantized=True))
     if one_rounding and not own.unsupported:
-        tiling = choose_tiling(q, k_pages, page_table, ALIKE)
+        tiling = choose_alike(q, k_pages, page_table)
         own = own._replace(run=functools.partial(own.run, tiling=tiling))
     back_ends["mosaic"] = own
     arguments = (q, k, v, k_pages, v_pages, page_table, mask)

@@ -7,12 +7,14 @@ depend on no neighbour.
 import dataclasses
 import math
 
+import jax
 from jaxtyping import Array
 
 from ..hopper import MULTIPROCESSORS
 from .mosaic_merge import SWIZZLE
 from .mosaic_tiles import ROWS
 
+ALIKE = (32, 128)  # sequences and rows that `choose_alike` reckons with
 LEAST_8_BIT = 32  # of the inner side of a product of 8-bit numbers
 _MAX_CLUSTER = 8  # blocks of threads, on every Hopper
 # What `choose_tiling` reckons with, fitted to an H200 (results/paged_attention_h200.json): 64 keys
@@ -82,19 +84,24 @@ class Tiling:
         return self.splits * (2 if self.shares_keys else 1)
 
 
-def choose_tiling(
-    q: Array, k_pages: Array, page_table: Array, sequences: int | None = None
-) -> Tiling:
+def choose_alike(q: Array, k_pages: Array, page_table: Array) -> Tiling:
+    """One tiling for any number of sequences, and for pieces of a prompt of 128 rows or more.
+
+    With so many rows no context is too short to be split: in each piece a row has another one.
+    """
+    B, T = ALIKE
+    shape = B, min(T, q.shape[1]), *q.shape[2:]
+    tiling = choose_tiling(jax.ShapeDtypeStruct(shape, q.dtype), k_pages, page_table)
+    return dataclasses.replace(tiling, unsplit_keys=0) if q.shape[1] >= T else tiling
+
+
+def choose_tiling(q: Array | jax.ShapeDtypeStruct, k_pages: Array, page_table: Array) -> Tiling:
     """The tile that a model of the run time, fitted to an H200, rates fastest for these shapes.
 
     Of contexts it knows the most that the page table holds. With several sequences it takes the
     mean of two cases: all as long as that, and a quarter of it on average.
-
-    Args:
-        sequences: Choose as for so many, whatever their number; None: as for those of `q`.
     """
     B, T, N, H = q.shape
-    B = sequences or B
     G, Z = k_pages.shape[1:3]
     chunk = math.gcd(T, ROWS)
     warpgroups = -(-(N // G) * (T // chunk) // (ROWS // chunk))
@@ -171,7 +178,7 @@ def buffers(keys: int, head_size: int, is_8_bit: bool = False) -> int:
     return min(_RING_BYTES // (keys * head_size * (2 if is_8_bit else 4)), 6)
 
 
-def holds_parts(q: Array, tiling: Tiling, is_8_bit: bool = False) -> bool:
+def holds_parts(q: Array | jax.ShapeDtypeStruct, tiling: Tiling, is_8_bit: bool = False) -> bool:
     """Whether shared memory has room for the parts that a cluster exchanges."""
     H, parts = q.shape[-1], tiling.parts
     of_row = H * q.dtype.itemsize

@@ -1,11 +1,13 @@
 """`batch_invariant` (issue 46, step 3): the bits of a row depend on no number of rows.
 
 On a CPU: how sums are divided follows the matrix alone, both product kernels add up alike, prompts
-are cut alike, and what cannot keep the promise is refused in one line. On a Hopper GPU: texts are
-equal alone, in a batch and in another order.
+are cut alike, a text that lost its slot is written again as it was, and what cannot keep the
+promise is refused in one line. On a Hopper GPU: texts are equal whatever happens around them.
 """
 
+import contextlib
 import dataclasses
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +17,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import dllm_jax as dj
 from dllm_jax.engine.admission import accept
-from dllm_jax.engine.layout import EngineConfig
+from dllm_jax.engine.layout import DeviceFailure, EngineConfig
 from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.engine.scheduler import Scheduler
 from dllm_jax.kernels import hopper
 from dllm_jax.kernels.layer import mosaic, mosaic_many
-from dllm_jax.kernels.paged_attention import api as attention
-from dllm_jax.kernels.paged_attention.mosaic_tiling import choose_tiling
+from dllm_jax.kernels.paged_attention.mosaic_tiling import choose_alike, choose_tiling
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
 from dllm_jax.runner import buckets
 from dllm_jax.strategies import MultiBD
+from tests.contract import engine as toy
 from tests.contract import models
+from tests.contract.cases import case
 
 ROWS = (8, 32, 64, 128)
 STRATEGY = MultiBD(block_size=4, buffer_size=4)
@@ -52,17 +55,21 @@ def test_sums_are_divided_by_the_matrix_alone(name):
             assert columns <= 128 or parts == 1, "the registers hold no more"
 
 
-def test_keys_are_divided_alike_for_any_number_of_sequences():
-    pages, table = (
-        real(1200, 8, 64, 128),
-        lambda count: jax.ShapeDtypeStruct((count, 33), jnp.int32),
-    )
+@pytest.mark.parametrize(("tokens", "heads"), [(1600, (16, 8, 64)), (32768, (14, 2, 64))])
+def test_keys_are_divided_alike_for_any_number_of_sequences_and_rows(tokens, heads):
+    """Among them shapes for which more rows would have other tiles, and some contexts no parts."""
+    N, G, H = heads
 
-    def chosen(count, sequences):
-        return choose_tiling(real(count, 128, 16, 128), pages, table(count), sequences)
+    def chosen(count, rows, rule=choose_alike):
+        table = jax.ShapeDtypeStruct((count, tokens // 64 + 1), jnp.int32)
+        return rule(real(count, rows, N, H), real(1200, G, 64, H), table)
 
-    assert len({chosen(count, attention.ALIKE) for count in (1, 2, 4, 8, 16, 24, 32)}) == 1
-    assert chosen(1, None).parts > 1, "by itself one sequence is divided"
+    alike = {chosen(count, rows) for count in (1, 4, 24, 32) for rows in (128, 512)}
+    assert len(alike) == 1
+    assert alike.pop().unsplit_keys == 0
+    by_rows = [chosen(32, rows, choose_tiling) for rows in (128, 512)]
+    assert by_rows[0].keys != by_rows[1].keys or by_rows[0].unsplit_keys
+    assert chosen(1, 128, choose_tiling).parts > 1, "by itself one sequence is divided"
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -94,11 +101,41 @@ def test_prompts_are_cut_alike(monkeypatch):
     assert len(made.page_buckets) == len(made.prefill_buckets) == made.prompts_a_pass == 1
     assert made.unit == 128
     assert usual.unit == 8
+    assert made.starts_over
+    assert made.soft_commits
     request = Request(
         prompt_token_ids=[1], params=SamplingParams(max_tokens=4, constraint=dj.Choice(["a"]))
     )
     with pytest.raises(ValueError, match="a constraint is not covered by batch_invariant=True"):
         accept(request, "0", 0, 0.0, Scheduler(made), None, 0)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_what_was_written_is_written_again_bit_for_bit(is_kept):
+    """Text and cache, after a lost slot and in a second turn; not where pieces of prompts do it."""
+    rules = {"soft_commits": is_kept, "starts_over": is_kept}
+    first = [
+        dataclasses.replace(one, max_tokens=30, suffix=()) for one in case("multi_bd").requests[:2]
+    ]
+
+    def cached(requests, engine, between=None):
+        seen = toy.watch_cache(engine)
+        with toy.steps_a_chunk(1):
+            toy.run(engine, [toy.wish(one) for one in requests], between)
+        return [seen[i] for i in sorted(seen)[-len(requests) :]]
+
+    def equal(one, other):
+        return jax.tree.all(jax.tree.map(np.array_equal, one, other))
+
+    engine = toy.make_engine("multi_bd", **rules)  # engines share their pools: one at a time
+    written = cached(first, engine)
+    turns = [dataclasses.replace(first[0], prompt=(*text, 3, 1, 4)) for text, _, _ in written]
+    behind = cached(turns, engine)
+    lost = cached(first, toy.make_engine("multi_bd", **rules), toy.preempting())
+    fresh = cached(turns, toy.make_engine("multi_bd", prefix_caching=False))
+    for same, other in zip([*lost, *behind], [*written, *fresh], strict=True):
+        assert same[:2] == other[:2]
+        assert equal(same[2], other[2]) == is_kept
 
 
 def test_what_cannot_keep_it_is_refused_in_one_line(monkeypatch):
@@ -124,19 +161,60 @@ def test_what_cannot_keep_it_is_refused_in_one_line(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_texts_are_equal_alone_in_a_batch_and_in_another_order():
+def test_texts_are_equal_whatever_happens_around_them(monkeypatch):
+    """The published widths in four layers, on two engines; each has all 151,936 ids."""
     if reason := hopper.unsupported():
         pytest.skip(reason)
     model = dj.load("random:JetLM/SDAR-1.7B-Chat")
-    config = EngineConfig(max_num_seqs=8, max_model_len=1024, batch_invariant=True)
+    layers = model.params["layers"][:4]
+    config = dataclasses.replace(model.config, num_layers=len(layers))
+    model = model.replace(config=config, params=model.params | {"layers": layers})
+    sizes = {"max_num_seqs": 4, "slot_buckets": (1, 4), "max_model_len": 1024}
+    config = EngineConfig(**sizes, num_pages=96, prefill_buckets=(512,), batch_invariant=True)
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(1, 1000, int(n)).tolist() for n in rng.integers(20, 600, 12)]
-    params = SamplingParams(max_tokens=200, max_nfe=24, ignore_eos=True)
-    with dj.LLM(model, "multi_bd", 32, 4, config=config, progress=False) as llm:
+    prompts = [rng.integers(1, 1000, n).tolist() for n in (20, 130, 257, 384, 500, 600)]
+    params = SamplingParams(max_tokens=160, ignore_eos=True)
+    found = {}
 
-        def texts(given):
-            return [out.outputs[0].token_ids for out in llm.generate(given, params, use_tqdm=False)]
+    def engine_of(**other):
+        config_ = dataclasses.replace(config, **other)
+        llm = dj.LLM(model, "multi_bd", 32, 4, config=config_, progress=False)
+        return contextlib.closing(llm)
 
-        together = texts(prompts)
-        assert texts(prompts[::-1])[::-1] == together
-        assert [texts([prompt])[0] for prompt in prompts[:4]] == together[:4]
+    def texts(llm, given, between=None):
+        requests = [Request(prompt_token_ids=one, params=params) for one in given]
+        return [out.outputs[0].token_ids for out in toy.run(llm.engine, requests, between)]
+
+    def fail_once(engine):
+        """The device fails in the middle."""
+        if engine.stats().generated_tokens > 200 and not engine.stats().num_failures:
+            failure = mock.Mock(side_effect=DeviceFailure("injected"))
+            monkeypatch.setattr(engine.runner, "decode", failure)
+        elif engine.stats().num_failures:
+            monkeypatch.undo()
+
+    with engine_of() as llm:
+        want = texts(llm, prompts)
+        turns = [a + b + [1, 2, 3] for a, b in zip(prompts, want, strict=True)]
+        found["prefix hits of the prompts"] = texts(llm, prompts)
+        assert llm.engine.stats().prefix_hits > 0
+        found["in another order"] = texts(llm, prompts[::-1])[::-1]
+        found["alone"] = [texts(llm, [one])[0] for one in prompts]
+        with toy.steps_a_chunk(8):  # a block takes more: at least 20 of its tokens are forced
+            found["preempted at every block"] = texts(llm, prompts, toy.preempting())
+        assert llm.engine.stats().num_preemptions > 30
+        found["after a failure"] = texts(llm, prompts, fail_once)
+        assert llm.engine.stats().num_failures == 1
+        found_turns = texts(llm, turns)
+    more = {"prefill_buckets": (128,), "enable_prefix_caching": False, "num_pages": 20}
+    with engine_of(**more) as llm:
+        found["pieces of 128 and a short pool"] = texts(llm, prompts)
+        assert llm.engine.stats().num_preemptions > 0
+        want_turns = texts(llm, turns)
+    pairs = {case: (got, want) for case, got in found.items()}
+    pairs["a second turn behind written text"] = found_turns, want_turns
+    differ = {
+        case: [i for i, (one, other) in enumerate(zip(*pair, strict=True)) if one != other]
+        for case, pair in pairs.items()
+    }
+    assert not any(differ.values()), f"texts that differ, by case: {differ}"
