@@ -94,13 +94,14 @@ def begin(model, strategy, draft, slots, context, max_tokens):
     """A bare strategy, its models, and requests whose prompts are cached as random numbers."""
     rng = np.random.default_rng(7)
     prompts = rng.integers(0, model.config.vocab_size * 9 // 10, (slots, context))
-    _, (bare, aux), batch, max_tokens = generate._prepare(
+    wishes = generate.Wishes(max_tokens=max_tokens, ignore_eos=True, draft=draft)
+    _, (bare, aux), batch = generate._prepare(
         model,
         jnp.asarray(prompts, jnp.int32),
         strategy,
-        **generate._REQUEST | {"max_tokens": max_tokens, "ignore_eos": True, "draft": draft},
+        wishes,
     )
-    state = generate._fresh(model, bare, aux, batch, max_tokens)
+    state = generate._fresh(model, bare, aux, batch, wishes.max_tokens)
     leaves, shape = jax.tree.flatten(state.pools)
     keys = jax.random.split(jax.random.key(11, impl="rbg"), len(leaves) + 1)
     drawn = [

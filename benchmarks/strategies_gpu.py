@@ -162,13 +162,14 @@ def begin(model, setting, slots, context):
     rng = np.random.default_rng(7)
     shape = (slots, setting.context or context)
     prompts = rng.integers(0, model.config.vocab_size * 9 // 10, shape)
-    _, (bare, aux), batch, max_tokens = generate._prepare(
+    wishes = generate.Wishes(max_tokens=setting.max_tokens, ignore_eos=True)
+    _, (bare, aux), batch = generate._prepare(
         model,
         jnp.asarray(prompts, jnp.int32),
         setting.strategy,
-        **generate._REQUEST | {"max_tokens": setting.max_tokens, "ignore_eos": True},
+        wishes,
     )
-    state = generate._fresh(model, bare, aux, batch, max_tokens)
+    state = generate._fresh(model, bare, aux, batch, wishes.max_tokens)
     leaves, shape = jax.tree.flatten(state.pools)
     keys = jax.random.split(jax.random.key(11), len(leaves) + 1)
     drawn = [

@@ -5,6 +5,7 @@ called under jit and vmapped over a strategy's thresholds. `start` and `advance`
 for callers that read the state between steps.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -52,6 +53,22 @@ class GenerateOutput(struct.PyTreeNode):
     finish: Int[Array, " B"]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """The keywords of `generate` that are of the requests, and `start`'s."""
+
+    max_tokens: int = 256
+    temperature: Any = 0.0
+    top_k: Any = None
+    top_p: Any = None
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    max_nfe: Any = None
+    prompt_len: Any = None
+    draft: Source | None = None
+    key: Any = None
+
+
 class Session(struct.PyTreeNode):
     """A batch in the middle of decoding: strategy, auxiliary models, state."""
 
@@ -65,17 +82,17 @@ def generate(
     prompts: Sequence[Sequence[int]] | Int[Array, "B T"],
     strategy: Any = None,
     *,
-    max_tokens: int = 256,
-    temperature: float | Array = 0.0,
-    top_k: int | Array | None = None,
-    top_p: float | Array | None = None,
-    stop_token_ids: Sequence[int] = (),
-    ignore_eos: bool = False,
-    max_nfe: int | Array | None = None,
-    prompt_len: Int[Array, " B"] | None = None,
-    draft: Source | None = None,
+    max_tokens: int = Wishes.max_tokens,
+    temperature: float | Array = Wishes.temperature,
+    top_k: int | Array | None = Wishes.top_k,
+    top_p: float | Array | None = Wishes.top_p,
+    stop_token_ids: Sequence[int] = Wishes.stop_token_ids,
+    ignore_eos: bool = Wishes.ignore_eos,
+    max_nfe: int | Array | None = Wishes.max_nfe,
+    prompt_len: Int[Array, " B"] | None = Wishes.prompt_len,
+    draft: Source | None = Wishes.draft,
     kv_cache_dtype: KVCacheDType = "auto",
-    key: PRNGKeyArray | None = None,
+    key: PRNGKeyArray | None = Wishes.key,
     attention_implementation: str | None = None,
 ) -> GenerateOutput:
     """Decode a fixed batch of prompts.
@@ -99,19 +116,21 @@ def generate(
     Raises:
         ValueError: An argument outside its range, an empty prompt, or one longer than the model.
     """
-    request = {name: value for name, value in locals().items() if name in _REQUEST}
+    wishes = Wishes(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=ignore_eos,
+        max_nfe=max_nfe,
+        prompt_len=prompt_len,
+        draft=draft,
+        key=key,
+    )
     model = with_kv_cache(load(model) if isinstance(model, str) else model, kv_cache_dtype)
-    model, bound, batch, max_tokens = _prepare(model, prompts, strategy, **request)
+    model, bound, batch = _prepare(model, prompts, strategy, wishes)
     return _generate(model, *bound, batch, max_tokens, attention_implementation)
-
-
-# The keywords that `start` and `trace.record` take too, with their defaults; the others are of the
-# model or of each call.
-_REQUEST = {
-    name: value
-    for name, value in (generate.__kwdefaults__ or {}).items()
-    if name not in ("attention_implementation", "kv_cache_dtype")
-}
 
 
 def start(
@@ -123,8 +142,9 @@ def start(
     **request: Any,
 ) -> Session:
     """Prefill a batch and stop before its first step; `request` is `generate`'s keywords."""
-    model, bound, batch, max_tokens = _prepare(model, prompts, strategy, **_REQUEST | request)
-    state = _start(model, *bound, batch, max_tokens, attention_implementation)
+    wishes = Wishes(**request)
+    model, bound, batch = _prepare(model, prompts, strategy, wishes)
+    state = _start(model, *bound, batch, wishes.max_tokens, attention_implementation)
     return Session(*bound, state)
 
 
@@ -147,33 +167,20 @@ def advance(
 
 
 def _prepare(
-    model: Model | str,
-    prompts: Any,
-    strategy: Any,
-    *,
-    max_tokens: int,
-    temperature: Any,
-    top_k: Any,
-    top_p: Any,
-    stop_token_ids: Sequence[int],
-    ignore_eos: bool,
-    max_nfe: Any,
-    prompt_len: Any,
-    draft: Any,
-    key: Any,
-) -> tuple[Model, Bound, decode.Batch, int]:
+    model: Model | str, prompts: Any, strategy: Any, wishes: Wishes
+) -> tuple[Model, Bound, decode.Batch]:
     """Check the arguments of a call and turn them into arrays of bucketed shapes."""
     model = load(model) if isinstance(model, str) else model
-    strategy, aux = bind_strategy(model, strategy, draft)
+    strategy, aux = bind_strategy(model, strategy, wishes.draft)
     bare, knobs = split_knobs(strategy)
-    check_number("max_tokens", max_tokens, 1, MOST_TOKENS, whole=True)
-    check_number("temperature", temperature, 0.0, _FINITE)
-    check_number("top_k", top_k, 0, NO_LIMIT, whole=True)
-    check_number("top_p", top_p, 0.0, 1.0)
-    check_number("max_nfe", max_nfe, 1, NO_LIMIT, whole=True)
-    for stop in token_ids("stop_token_ids", stop_token_ids):
+    check_number("max_tokens", wishes.max_tokens, 1, MOST_TOKENS, whole=True)
+    check_number("temperature", wishes.temperature, 0.0, _FINITE)
+    check_number("top_k", wishes.top_k, 0, NO_LIMIT, whole=True)
+    check_number("top_p", wishes.top_p, 0.0, 1.0)
+    check_number("max_nfe", wishes.max_nfe, 1, NO_LIMIT, whole=True)
+    for stop in token_ids("stop_token_ids", wishes.stop_token_ids):
         check_number("stop_token_ids", stop, 0, NO_LIMIT, whole=True)
-    ids, lengths = _pad_prompts(model, prompts, prompt_len)
+    ids, lengths = _pad_prompts(model, prompts, wishes.prompt_len)
     B = ids.shape[0]
     if model.split is not None and B % model.split.num_batches:
         raise ValueError(
@@ -183,41 +190,42 @@ def _prepare(
     last = model.config.max_position
     if strategy.needs.prompt.in_window:
         last = min(last, strategy.block_size * strategy.buffer_size)
-        _check_window(strategy, lengths, max_tokens)
+        _check_window(strategy, lengths, wishes.max_tokens)
 
-    def a_row(name: str, value: Any, dtype: Any) -> Array:
+    def a_row(name: str, value: Any, usual: Any, dtype: Any) -> Array:
+        value = usual if value is None else value
         if np.shape(value) not in ((), (1,), (B,)):
             raise ValueError(
                 f"{name} has shape {np.shape(value)}; give one value or {B}, one a row"
             )
         return jnp.broadcast_to(jnp.asarray(value, dtype), (B,))
 
-    stops = [*stop_token_ids, *(() if ignore_eos else model.defaults.stop_token_ids)]
+    stops = [*wishes.stop_token_ids, *(() if wishes.ignore_eos else model.defaults.stop_token_ids)]
     width = max(STOP_BUCKET, -(-len(stops) // STOP_BUCKET) * STOP_BUCKET)
     stop_ids = np.full((B, width), -1, np.int32)
     stop_ids[:, : len(stops)] = stops
     batch = decode.Batch(
         prompt=ids,
         prompt_len=lengths,
-        limit=jnp.minimum(lengths + max_tokens, last),
+        limit=jnp.minimum(lengths + wishes.max_tokens, last),
         sampling=Sampling(
-            a_row("temperature", temperature, jnp.float32),
-            a_row("top_k", 0 if top_k is None else top_k, jnp.int32),
-            a_row("top_p", 1.0 if top_p is None else top_p, jnp.float32),
+            a_row("temperature", wishes.temperature, None, jnp.float32),
+            a_row("top_k", wishes.top_k, 0, jnp.int32),
+            a_row("top_p", wishes.top_p, 1.0, jnp.float32),
         ),
         limits=Limits(
             jnp.asarray(stop_ids),
-            a_row("max_nfe", NO_LIMIT if max_nfe is None else max_nfe, jnp.int32),
-            a_row("max_run", NO_LIMIT, jnp.int32),
+            a_row("max_nfe", wishes.max_nfe, NO_LIMIT, jnp.int32),
+            a_row("max_run", None, NO_LIMIT, jnp.int32),
         ),
-        knobs={name: a_row(name, value, jnp.float32) for name, value in knobs.items()},
-        keys=_row_keys(key, B),
+        knobs={name: a_row(name, value, None, jnp.float32) for name, value in knobs.items()},
+        keys=_row_keys(wishes.key, B),
     )
     if bare.weighs_costs:  # estimated: nothing is timed here
-        context = min(ids.shape[1] + min(max_tokens, timing.USUAL_TEXT), last)
+        context = min(ids.shape[1] + min(wishes.max_tokens, timing.USUAL_TEXT), last)
         of = (bare, model, aux, B, context, jax.default_backend())
         bare = bare.replace(costs=np.asarray(timing.estimate_choices(*of), np.float32))
-    return model, Bound(bare, aux), batch, max_tokens
+    return model, Bound(bare, aux), batch
 
 
 def _check_window(strategy: Any, lengths: Array, max_tokens: int) -> None:

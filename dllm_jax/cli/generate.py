@@ -83,7 +83,7 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     params = dataclasses.replace(params, constraint=constraint)
     requests = _requests(args, prompts, ids, params)
     if infills:
-        from dllm_jax.api.llm import infill_request
+        from dllm_jax.api.infill import infill_request
 
         requests = [
             infill_request(model, strategy, one, args.max_tokens, suffix) for one in requests

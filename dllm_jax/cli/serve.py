@@ -300,7 +300,7 @@ def served(llm: Any) -> "Served":
     from jax.errors import JaxRuntimeError
 
     from dllm_jax.api.decide import log_probabilities, passes
-    from dllm_jax.api.llm import infill_request
+    from dllm_jax.api.infill import infill_request
     from dllm_jax.api.questions import Read
     from dllm_jax.engine.layout import DeviceFailure
     from dllm_jax.engine.requests import Request

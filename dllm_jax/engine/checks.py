@@ -125,16 +125,23 @@ def overrides(values: Any) -> dict[str, float]:
     }
 
 
-def known_fields(**nearest: str) -> Callable[[type[_Kind]], type[_Kind]]:
+def known_fields(
+    *passed_on: inspect.Parameter, **nearest: str
+) -> Callable[[type[_Kind]], type[_Kind]]:
     """Make a class refuse unknown keywords by name, with the nearest one that it has.
 
     Args:
+        passed_on: What it takes by `**keywords`; its signature, and `help`, list them.
         nearest: What comes nearest to keywords that are spelled differently.
     """
 
     def wrap(kind: type[_Kind]) -> type[_Kind]:
         make: Any = kind.__init__
-        fields = list(inspect.signature(make).parameters)[1:]
+        own = inspect.signature(make)
+        kept = [one for one in own.parameters.values() if one.kind != one.VAR_KEYWORD]
+        more = [one.replace(kind=one.KEYWORD_ONLY) for one in passed_on]
+        signature = own.replace(parameters=[*kept, *more])
+        fields = list(signature.parameters)[1:]
 
         @functools.wraps(make)
         def checked(self: Any, *args: Any, **given: Any) -> None:
@@ -145,6 +152,7 @@ def known_fields(**nearest: str) -> Callable[[type[_Kind]], type[_Kind]]:
                 raise TypeError(f"{kind.__name__} has no field {name!r}; {known}")
             make(self, *args, **given)
 
+        checked.__signature__ = signature  # type: ignore[attr-defined]
         kind.__init__ = checked  # type: ignore[method-assign]
         return kind
 

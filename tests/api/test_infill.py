@@ -17,7 +17,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import Request, SamplingParams
 from dllm_jax.api import snapshot
-from dllm_jax.api.llm import infill_request
+from dllm_jax.api.infill import infill_request
 from dllm_jax.cli import main
 from dllm_jax.engine.layout import DeviceFailure
 from dllm_jax.strategies.core import blocks

@@ -732,6 +732,7 @@ def test_signatures_are_the_promised_ones(name):
     defaults = inspect.signature(dj.LLM).parameters
     usual = {"dtype": "auto", "max_num_seqs": 8, "page_size": 64, "memory_utilization": 0.9}
     usual |= {"enable_prefix_caching": True, "tensor_parallel_size": 1, "seed": 0}
+    usual |= {"lora": None, "tokenizer": None, "batch_invariant": False}  # passed on
     assert {name: defaults[name].default for name in usual} == usual
 
 
