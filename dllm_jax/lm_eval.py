@@ -12,8 +12,8 @@ from typing import Any
 from dllm_jax.api.llm import LLM
 from dllm_jax.cli.errors import fitted, one_line
 from dllm_jax.engine.requests import SamplingParams
-from dllm_jax.loading.likelihood import BUDGET, LogLikelihood, Method
 from dllm_jax.loading.tokenizer import encode
+from dllm_jax.scoring.likelihood import BUDGET, LogLikelihood, Method
 
 try:
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]

@@ -22,7 +22,7 @@ from dllm_jax.api.questions import (
 )
 from dllm_jax.loading.model import Model
 from dllm_jax.runner.hosts import spans
-from dllm_jax.runner.labels import TOKENS_A_PASS, forward
+from dllm_jax.scoring.labels import TOKENS_A_PASS, forward
 
 LENGTHS = (128, 512, 1024, 2048, 4096)  # tokens of a text
 COUNTS = (1, 4, 16, 64)  # texts of a forward

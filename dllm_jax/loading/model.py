@@ -14,14 +14,15 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dllm_jax.kernels.kv_write.fp8 import DTYPE as KV_FP8
-from dllm_jax.loading import likelihood
-from dllm_jax.loading.likelihood import LogLikelihood
+from dllm_jax.loading.tokenizer import encode, read_tokenizer
 from dllm_jax.models import reference
 from dllm_jax.models.architecture import Architecture
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.family_table import FamilyDefaults
 from dllm_jax.models.quantization import is_quantized, shapes_like
 from dllm_jax.models.sharding import Exchange, Split, partitioned
+from dllm_jax.scoring import likelihood
+from dllm_jax.scoring.likelihood import LogLikelihood
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +43,6 @@ class TokenizerSource:
             mask_token_id: The model's mask, which decoded text leaves out; -1 for none.
         """
         if mask_token_id not in self._read:
-            from dllm_jax.loading.tokenizer import read_tokenizer
-
             mask = mask_token_id if mask_token_id >= 0 else None
             self._read[mask_token_id] = read_tokenizer(self.folder, mask)
         return self._read[mask_token_id]
@@ -261,4 +260,5 @@ class Model(struct.PyTreeNode):
             budget=budget,
             block_size=block_size,
             seed=seed,
+            encode=lambda text, special: encode(self.tokenizer, text, special),
         )

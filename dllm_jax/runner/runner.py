@@ -26,7 +26,6 @@ from dllm_jax.runner import (
     exchange,
     grammars,
     hosts,
-    labels,
     memory,
     packing,
     places,
@@ -37,6 +36,7 @@ from dllm_jax.runner import (
 from dllm_jax.runner import decode as decoding
 from dllm_jax.runner.programs import Call, Programs
 from dllm_jax.runner.worker import Worker
+from dllm_jax.scoring import labels
 from dllm_jax.strategies.core import drafting
 from dllm_jax.strategies.core.constraint import Constraint
 from dllm_jax.strategies.core.errors import described

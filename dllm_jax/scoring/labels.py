@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dllm_jax.loading.model import Model
 from dllm_jax.models import reference
 from dllm_jax.models.sharding import partitioned
 
@@ -18,7 +17,7 @@ TOKENS_A_PASS = 512  # rows of a product; more would hardly be faster on a GPU
 
 @jax.jit
 def forward(
-    model: Model,
+    model: Any,
     ids: Int[Array, "B T"],
     sizes: Int[Array, "2 B"],
     rows: Int[Array, "2 R"],
@@ -27,6 +26,7 @@ def forward(
     """Log-probabilities of labels at rows of right-padded texts.
 
     Args:
+        model: A `loading.model.Model`.
         sizes: Tokens of each text, and of its prompt.
         rows: Text and position of each row.
     """
@@ -40,7 +40,7 @@ def forward(
     return jax.lax.with_sharding_constraint(found, model.split.sharding())
 
 
-def _forward(model: Model, ids: Array, sizes: Array, rows: Array, labels: Array) -> Array:
+def _forward(model: Any, ids: Array, sizes: Array, rows: Array, labels: Array) -> Array:
     """See `forward`."""
     params, cfg, arch = model.params, model.config, model.arch
 
@@ -70,7 +70,7 @@ def _forward(model: Model, ids: Array, sizes: Array, rows: Array, labels: Array)
     return chosen - jax.nn.logsumexp(logits, axis=1, keepdims=True)
 
 
-def _visibility(model: Model, prompt_len: Int[Array, " B"], length: int) -> Array:
+def _visibility(model: Any, prompt_len: Int[Array, " B"], length: int) -> Array:
     """What each row sees, [B or 1, T, T]."""
     defaults = model.defaults
     if defaults.attention != "d2f":

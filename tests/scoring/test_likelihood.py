@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.loading import likelihood, mask_strata
 from dllm_jax.models import reference
+from dllm_jax.scoring import likelihood, mask_strata
 from tests.contract import models
 from tests.oracles.checkpoints import write_tiny
 
@@ -59,7 +59,7 @@ def by_hand(model, prompt, completion, hidden=None):
 
 
 def d2f_logits(model, texts, prompt_len, rows):
-    """Logits where the prompt's rest is there twice: as prefilled, and in its block."""
+    """Logits where the prompt's rest stands twice: as prefilled, and in its block."""
     size, arch, cfg = model.defaults.block_size, model.arch, model.config
     cached = prompt_len // size * size
     twice = np.array([[*ids[:prompt_len], *ids[cached:]] for ids in texts])

@@ -12,21 +12,17 @@ token behind the tokens before it. Nothing here uses the engine's paged cache.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from dllm_jax.loading import mask_strata
-from dllm_jax.loading.tokenizer import encode
 from dllm_jax.models import reference
 from dllm_jax.models.sharding import partitioned
-
-if TYPE_CHECKING:
-    from dllm_jax.loading.model import Model
+from dllm_jax.scoring import mask_strata
 
 Method = Literal["chain", "elbo"]
 Ids = Sequence[int]
@@ -87,7 +83,7 @@ class _Row(NamedTuple):
 
 
 def log_likelihood(
-    model: "Model",
+    model: Any,
     prompts: str | Ids | Sequence[str | Ids],
     completions: str | Ids | Sequence[str | Ids],
     *,
@@ -95,8 +91,14 @@ def log_likelihood(
     budget: int,
     block_size: int | None,
     seed: int,
+    encode: Callable[[str, bool], list[int]],
 ) -> LogLikelihood | list[LogLikelihood]:
-    """See `Model.log_likelihood`."""
+    """See `Model.log_likelihood`.
+
+    Args:
+        model: A `loading.model.Model`.
+        encode: Ids of a text, with special tokens or without, for a model with a tokenizer.
+    """
     size = model.defaults.block_size if block_size is None else block_size
     _check(model, method, size, budget)
     is_one = _is_text(completions)
@@ -108,7 +110,7 @@ def log_likelihood(
             f"{len(before)} prompts and {len(after)} completions; give one prompt, or one each"
         )
     texts = [
-        _text(model, prompt, completion, number)
+        _text(model, prompt, completion, number, encode)
         for number, (prompt, completion) in enumerate(zip(before, after, strict=True))
     ]
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -131,7 +133,7 @@ def _is_text(value: Any) -> bool:
     )
 
 
-def _check(model: "Model", method: str, block_size: int, budget: int) -> None:
+def _check(model: Any, method: str, block_size: int, budget: int) -> None:
     family, kind = model.defaults.family, model.defaults.attention
     if model.arch.condition is not None:
         raise ValueError(
@@ -150,7 +152,13 @@ def _check(model: "Model", method: str, block_size: int, budget: int) -> None:
         )
 
 
-def _text(model: "Model", prompt: Any, completion: Any, number: int) -> _Text:
+def _text(
+    model: Any,
+    prompt: Any,
+    completion: Any,
+    number: int,
+    encode: Callable[[str, bool], list[int]],
+) -> _Text:
     """Ids of a pair.
 
     Raises:
@@ -161,7 +169,7 @@ def _text(model: "Model", prompt: Any, completion: Any, number: int) -> _Text:
         if isinstance(value, str):
             if model.tokenizer is None:
                 raise ValueError(f"{model.source!r} has no tokenizer; give {name}s as token ids")
-            value = encode(model.tokenizer, value, special)
+            value = encode(value, special)
         ids = np.asarray(value, np.int64).reshape(-1)
         wrong = ids[(ids < 0) | (ids >= model.config.vocab_size)]
         if name == "completion":
@@ -191,7 +199,7 @@ def _text(model: "Model", prompt: Any, completion: Any, number: int) -> _Text:
 class _Group:
     """Completions of one prompt: the rows that are read of them, and what is read."""
 
-    def __init__(self, model: "Model", block_size: int, texts: list[_Text]):
+    def __init__(self, model: Any, block_size: int, texts: list[_Text]):
         self.model, self.texts = model, texts
         self.kind, self.prompt = model.defaults.attention, texts[0].prompt
         P = len(self.prompt)
@@ -398,7 +406,7 @@ def _power(number: int) -> int:
 
 @functools.partial(jax.jit, static_argnames=("kind", "block_size"))
 def _keys(
-    model: "Model",
+    model: Any,
     prompt: Any,
     ids: Int[Array, "R T"],
     starts: Int[Array, " R"],
@@ -434,7 +442,7 @@ def _keys(
 
 @functools.partial(jax.jit, static_argnames=("kind", "lead"))
 def _forward(
-    model: "Model",
+    model: Any,
     prompt: Any,
     own: Any,
     ids: Int[Array, "R W"],
@@ -482,7 +490,7 @@ def _forward(
 
 
 def _run(
-    model: "Model",
+    model: Any,
     params: Any,
     ids: Int[Array, "R W"],
     positions: Int[Array, "R W"],
