@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax.engine import checks
-from dllm_jax.engine.layout import EngineConfig, EngineLayout
+from dllm_jax.engine.layout import TILE_OF_KEYS, EngineConfig, EngineLayout
 from dllm_jax.kernels import hopper
 from dllm_jax.loading.model import Model
 from dllm_jax.models.dense import DenseConfig
@@ -73,17 +73,15 @@ def make_layout(
     on_cpu = is_on_cpu(model)
     slots = config.slot_buckets or (CPU_SLOT_BUCKETS if on_cpu else SLOT_BUCKETS)
     prefill = config.prefill_buckets or (CPU_PREFILL_BUCKETS if on_cpu else PREFILL_BUCKETS)
-    if config.batch_invariant:  # prompts are cut alike whatever else waits
-        _check_invariant(model, aux, config, strategy)
-        prefill = prefill[-1:]
     if config.prefill_buckets is None:
         prefill = tuple(size for size in prefill if size < 2 * max_len) or prefill[:1]
     prefill = _prefill_buckets(prefill, needs.prompt, max_len, S)
     widths = config.page_buckets or _page_buckets(columns, config.page_size, S, on_cpu)
     if config.batch_invariant:
+        _check_invariant(model, aux, config, strategy)
         widths = ()
     most = min(PROMPTS_A_PASS, TOKENS_A_PASS // prefill[0], config.max_num_seqs)
-    has_pieces = not (needs.prompt.is_full or needs.prompt.in_window or config.batch_invariant)
+    has_pieces = not (needs.prompt.is_full or needs.prompt.in_window)
     return EngineLayout(
         num_slots=config.max_num_seqs,
         num_pages=config.num_pages or 2 * config.max_num_seqs * columns,
@@ -212,9 +210,10 @@ def _check_invariant(
         ),
         (not aux, "a strategy without a drafter"),
         (W % 16 == 0, f"a window of a multiple of 16 cells, not {W}"),
+        (len(config.page_buckets or (1,)) == 1, "one size of page_buckets"),
         (
-            all(len(sizes or (1,)) == 1 for sizes in (config.page_buckets, config.prefill_buckets)),
-            "one size of page_buckets and of prefill_buckets",
+            all(size % TILE_OF_KEYS == 0 for size in config.prefill_buckets or ()),
+            f"prefill_buckets of multiples of {TILE_OF_KEYS}",
         ),
     )
     if missing := [text for is_kept, text in rules if not is_kept]:

@@ -22,7 +22,9 @@ from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.engine.scheduler import Scheduler
 from dllm_jax.kernels import hopper
 from dllm_jax.kernels.layer import mosaic, mosaic_many
-from dllm_jax.kernels.paged_attention.mosaic_tiling import choose_alike, choose_tiling
+from dllm_jax.kernels.paged_attention import WindowMask
+from dllm_jax.kernels.paged_attention.mosaic import attention
+from dllm_jax.kernels.paged_attention.mosaic_tiling import Tiling, choose_alike, choose_tiling
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
 from dllm_jax.runner import buckets
@@ -98,8 +100,9 @@ def test_prompts_are_cut_alike(monkeypatch):
     made = buckets.make_layout(model, STRATEGY, {}, config)
     usual = dataclasses.replace(config, batch_invariant=False)
     usual = buckets.make_layout(model, STRATEGY, {}, usual)
-    assert len(made.page_buckets) == len(made.prefill_buckets) == made.prompts_a_pass == 1
+    assert len(made.page_buckets) == 1
     assert made.unit == 128
+    assert all(size % made.unit == 0 for size in made.prefill_buckets)
     assert usual.unit == 8
     assert made.starts_over
     assert made.soft_commits
@@ -108,6 +111,38 @@ def test_prompts_are_cut_alike(monkeypatch):
     )
     with pytest.raises(ValueError, match="a constraint is not covered by batch_invariant=True"):
         accept(request, "0", 0, 0.0, Scheduler(made), None, 0)
+
+
+@pytest.mark.long
+def test_a_cut_where_a_tile_of_keys_begins_changes_no_bit():
+    """In the interpreter, with tiles of 32 keys; a cut in the middle of one does."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    rows = [jax.random.normal(key, (1, 64, 1, 64), jnp.bfloat16) for key in keys]
+    pages = [x.swapaxes(1, 2) for x in rows[1:]]
+
+    def attended(first, end):
+        number = lambda *x: jnp.asarray([x], jnp.int32)  # noqa: E731
+        mask = WindowMask(
+            cell=number(*range(end - first)),
+            start=number(first)[0],
+            live=number(0, end - first),
+            context_len=number(first)[0],
+            visible=None,
+            causal=jnp.asarray([False]),
+            block_size=16,
+            context_is_before=True,
+        )
+        fresh = (x[:, first:end] for x in rows)
+        how = {"tiling": Tiling(keys=32, stages=2), "interpret": plgpu.InterpretGPUParams()}
+        out = attention(*fresh, *pages, number(0), mask, **how)
+        return np.asarray(out, np.float32)
+
+    def cut(at):
+        return np.concatenate([attended(0, at), attended(at, 64)], axis=1)
+
+    whole = attended(0, 64)
+    assert np.array_equal(whole, cut(32))
+    assert not np.array_equal(whole, cut(16))
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
@@ -157,7 +192,8 @@ def test_what_cannot_keep_it_is_refused_in_one_line(monkeypatch):
     assert "a dense network" in refused(models.experts())
     assert "a strategy without a drafter" in refused(aux={"draft": models.plain()})
     assert "a multiple of 16 cells, not 8" in refused(strategy=STRATEGY.replace(buffer_size=2))
-    assert "one size of page_buckets" in refused(prefill_buckets=(8, 16))
+    assert "one size of page_buckets" in refused(page_buckets=(2, 4))
+    assert "prefill_buckets of multiples of 128" in refused(prefill_buckets=(64, 128))
 
 
 @pytest.mark.gpu
@@ -170,7 +206,7 @@ def test_texts_are_equal_whatever_happens_around_them(monkeypatch):
     config = dataclasses.replace(model.config, num_layers=len(layers))
     model = model.replace(config=config, params=model.params | {"layers": layers})
     sizes = {"max_num_seqs": 4, "slot_buckets": (1, 4), "max_model_len": 1024}
-    config = EngineConfig(**sizes, num_pages=96, prefill_buckets=(512,), batch_invariant=True)
+    config = EngineConfig(**sizes, num_pages=96, batch_invariant=True)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, 1000, n).tolist() for n in (20, 130, 257, 384, 500, 600)]
     params = SamplingParams(max_tokens=160, ignore_eos=True)
