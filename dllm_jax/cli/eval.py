@@ -2,23 +2,24 @@
 
 import argparse
 import json
-import math
 import os
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
-from dllm_jax.cli import flags
+from dllm_jax.cli import flags, grid
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError
 from dllm_jax.cli.flags import Flag, Group, flag, whole
 from dllm_jax.cli.interrupt import ALL, Interrupt
+from dllm_jax.cli.stored import Stored
 from dllm_jax.cli.text import count
 
 DEFAULT_STRATEGIES = ("block_diffusion", "multi_bd")
 WITH_A_DRAFT = ("ar", "dflash")
 ONE_TOKEN = "one token a forward"
 PROBLEMS = 200  # of a built-in half
-MOST_SETTINGS = 100  # of a sweep
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,12 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         problem_flags(
             PROBLEMS,
             ("plain", "hard", "both"),
-            flag(
-                "--sweep KNOB=LOW:HIGH:N",
-                "each strategy that has the threshold at N values of it, e.g. "
-                "accept_threshold=0.5:0.99:8 (default: one setting)",
-                _sweep,
-            ),
+            grid.grid_flag(default=[]),
             flag(
                 "--one-token",
                 "also the accuracy at one token a forward, where masks are filled (slow, "
@@ -55,12 +51,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 action=argparse.BooleanOptionalAction,
             ),
         ),
-        Group("output", AS_JSON, OUTPUT, PLOT),
+        Group(
+            "output",
+            AS_JSON,
+            OUTPUT,
+            PLOT,
+            flag("--plot-from FILE", "draw --plot of the JSON in FILE, and run nothing"),
+        ),
     )
 
 
 AS_JSON = flags.as_json("one JSON object instead of the table")
-OUTPUT = flag("--output FILE", "write the JSON object to FILE as well (default: no file)")
+OUTPUT = flag(
+    "--output FILE",
+    "write the JSON object to FILE as well; each finished setting is in FILE.partial at once, "
+    "from which the same command goes on (default: no file)",
+)
 PLOT = flag(
     "--plot FILE",
     "draw accuracy against tokens per forward to FILE (.svg, .png or .pdf; default: no plot)",
@@ -123,69 +129,73 @@ def _scorer(name: str) -> tuple[str, Any]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _sweep(text: str) -> tuple[str, list[float]]:
-    """An argparse type: a knob and its values, evenly spaced."""
-    name, _, values = text.partition("=")
-    first, last, number = 0.0, 0.0, 0
-    try:
-        low, high, count = values.split(":")
-        first, last, number = float(low), float(high), int(count)
-    except ValueError:
-        pass
-    if not name.isidentifier() or not 2 <= number <= MOST_SETTINGS or not first < last < math.inf:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not KNOB=LOW:HIGH:N with LOW below HIGH and N from 2 to {MOST_SETTINGS}; "
-            "write e.g. accept_threshold=0.5:0.99:8"
-        )
-    step = (last - first) / (number - 1)
-    return name, [round(first + step * i, 6) for i in range(number)]
-
-
 def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Evaluate, print the table or the object."""
     stop.forced = ALL
     usual = DEFAULT_STRATEGIES if args.draft is None else WITH_A_DRAFT
     if args.output is not None:
         check_output(args.output)
-    if args.plot is not None:
-        check_output(args.plot, "--plot")
-        if Path(args.plot).suffix not in (".svg", ".png", ".pdf"):
-            raise UsageError(f"--plot {args.plot!r} must end in .svg, .png or .pdf; rename it")
+    check_plot(args)
+    if args.plot_from is not None:
+        return _draw_stored(args)
     choices = strategies.load_several(args.strategy or usual, strategies.given_fields(args))
     model, sets = load_with_problems(args, PROBLEMS, ("plain", "hard"))
     settings = _settings(args, model, choices)
-    curves = {label: _points(args, label, one) for label, (one, *_) in settings.items()}
-    _check_sweep(args, curves)
-    facts = _facts(args, model) | {
+    curves = grid.settings_of(
+        {label: one for label, (one, *_) in settings.items()}, args.grid, but=(ONE_TOKEN,)
+    )
+    facts = facts_of(args, model) | {
         "strategies": {
             point: strategies.plain(settings[label][0].replace(**values), settings[label][2])
             for label, points in curves.items()
             for point, values in points.items()
         },
-        "halves": {
-            half: _evaluate(args, model, settings, curves, half, problems)
-            for half, problems in sets.items()
-        },
+        "curves": curves,
+    }
+    questions = {half: [one.question for one in of.problems] for half, of in sets.items()}
+    stored = Stored(args.output, facts | {"questions": questions})
+    facts["halves"] = {
+        half: _evaluate(args, model, settings, curves, half, problems, stored)
+        for half, problems in sets.items()
     }
     print(json.dumps(facts) if args.json else table(facts), flush=True)
     if args.output is not None:
         Path(args.output).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        stored.finish()
     if args.plot is not None:
         from dllm_jax.tasks.plot import draw
 
-        short = {label: label.rpartition("/")[2] for label in curves}  # a file without its folders
-        if len(set(short.values())) < len(short):
-            short = {label: label for label in curves}
-        texts = {
-            short[label]: {
-                point: ", ".join(f"{value:g}" for value in values.values()) or short[label]
-                for point, values in points.items()
-            }
-            for label, points in curves.items()
-        }
-        results = {half: content["results"] for half, content in facts["halves"].items()}
-        draw(results, texts, Path(args.plot))
+        draw(facts, Path(args.plot))
     return 0
+
+
+def _draw_stored(args: argparse.Namespace) -> int:
+    """The plot of what `eval` or `tune` wrote."""
+    from dllm_jax.tasks.plot import draw, draw_race
+
+    if args.plot is None:
+        raise UsageError("--plot-from draws a plot; give --plot FILE too")
+    try:
+        facts = json.loads(Path(args.plot_from).read_text("utf-8"))
+        drawn = draw if "curves" in facts else draw_race
+        drawn(facts, Path(args.plot))
+    except OSError as error:
+        raise UsageError(f"--plot-from {args.plot_from!r}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UsageError(
+            f"--plot-from {args.plot_from!r} holds no result; give what --output of eval or tune "
+            "wrote"
+        ) from None
+    return 0
+
+
+def check_plot(args: argparse.Namespace) -> None:
+    """Refuse a plot that could not be written."""
+    if args.plot is None:
+        return
+    check_output(args.plot, "--plot")
+    if Path(args.plot).suffix not in (".svg", ".png", ".pdf"):
+        raise UsageError(f"--plot {args.plot!r} must end in .svg, .png or .pdf; rename it")
 
 
 def load_with_problems(
@@ -251,29 +261,6 @@ def _problems(args: argparse.Namespace, count: int, halves: tuple[str, ...]) -> 
     return {Path(args.data).name: ProblemSet(found, args.scorer[1])}
 
 
-def _points(args: argparse.Namespace, label: str, strategy: Any) -> dict[str, dict[str, float]]:
-    """The settings of a strategy: the label of each, and its knobs that are swept."""
-    from dllm_jax.strategies.core.protocol import check_knobs, knob_ranges
-
-    if args.sweep is None or args.sweep[0] not in knob_ranges(strategy) or label == ONE_TOKEN:
-        return {label: {}}
-    name, values = args.sweep
-    try:
-        for value in values:
-            check_knobs(strategy, {name: value})
-    except ValueError as error:
-        raise UsageError(f"--sweep: {error}") from None
-    return {f"{label},{name}={value:g}": {name: value} for value in values}
-
-
-def _check_sweep(args: argparse.Namespace, curves: dict[str, dict[str, Any]]) -> None:
-    if args.sweep is not None and not any(len(points) > 1 for points in curves.values()):
-        raise UsageError(
-            f"--sweep {args.sweep[0]}: none of {', '.join(curves)} has that threshold; "
-            "`dllm-jax info STRATEGY` lists them"
-        )
-
-
 def check_output(name: str, flag: str = "--output") -> None:
     """Refuse, before the work, a file that could not be written after it."""
     path = Path(name)
@@ -323,17 +310,37 @@ def _evaluate(
     curves: dict[str, dict[str, Any]],
     half: str,
     of: Any,
+    stored: Stored,
 ) -> dict[str, Any]:
     from tqdm import tqdm
 
     from dllm_jax.tasks import evaluate
 
     problems, outcomes = of.problems, {}
+    number, began = sum(map(len, curves.values())), time.perf_counter()
     for label, (strategy, draft, _) in settings.items():
-        points = curves[label]
+        for point in curves[label]:
+            if (part := stored.get(half, point)) is not None:
+                outcomes[point] = evaluate.outcome_from_json(part)
+        points = {point: one for point, one in curves[label].items() if point not in outcomes}
+        names = list(points)
         total = len(problems) * len(points)
+        if not points:
+            continue
+
+        def finished(i: int, outcome: Any, names: list[str] = names) -> None:
+            outcomes[names[i]] = outcome
+            stored.add(half, names[i], part=evaluate.outcome_json(outcome))
+            row = evaluate.summarise(outcome)
+            tqdm.write(
+                f"{half}, {names[i]}: {_figure(row['exact'], 1, 100)} % exact, "
+                f"{_figure(row['tokens_per_forward'], 2)} tokens per forward "
+                f"({len(outcomes)} of {number}, {time.perf_counter() - began:.0f} s)",
+                file=sys.stderr,
+            )
+
         with tqdm(total=total, desc=f"{half}, {label}", leave=False, disable=None) as bar:
-            found = evaluate.sweep(
+            evaluate.sweep(
                 model,
                 strategy,
                 list(points.values()),
@@ -344,8 +351,9 @@ def _evaluate(
                 progress=lambda done, bar=bar: bar.update(done - bar.n),
                 prompts=of.prompts,
                 is_right=of.is_right,
+                finished=finished,
             )
-        outcomes |= zip(points, found, strict=True)
+    outcomes = {point: outcomes[point] for points in curves.values() for point in points}
     base = next(iter(outcomes))
     return {
         "results": {label: evaluate.summarise(outcome) for label, outcome in outcomes.items()},
@@ -359,7 +367,8 @@ def _evaluate(
     }
 
 
-def _facts(args: argparse.Namespace, model: Any) -> dict[str, Any]:
+def facts_of(args: argparse.Namespace, model: Any) -> dict[str, Any]:
+    """What a report says of model, problems and machine."""
     import jax
 
     from dllm_jax import __version__
@@ -371,6 +380,7 @@ def _facts(args: argparse.Namespace, model: Any) -> dict[str, Any]:
         "versions": {"dllm-jax": __version__, "jax": jax.__version__},
         "seed": args.seed,
         "batch_size": args.batch_size,
+        "max_tokens": args.max_tokens,
         "data": args.data,
         "tasks": args.tasks,
         "scorer": None if args.scorer is None else args.scorer[0],
@@ -387,14 +397,15 @@ def table(facts: dict[str, Any]) -> str:
         is_own = facts.get("data") or facts.get("tasks")
         kind = "problem" if is_own else "held-out problem"
         lines += ["", f"{half}: {count(number, kind)}"]
+        width = max(map(len, results)) + 1
         lines.append(
-            f"{'':<32}{'exact %':>21}{'tokens/forward':>22}{'without commits':>17}"
+            f"{'':<{width}}{'exact %':>21}{'tokens/forward':>22}{'without commits':>17}"
             f"{'denoise/block':>15}{'tok/s':>9}"
         )
         for label, row in results.items():
             of_block = row["denoise_forwards_per_block"]  # None: text comes by tokens
             lines.append(
-                f"{label[:31]:<32}"
+                f"{label:<{width}}"
                 f"{_figure(row['exact'], 1, 100):>21}"
                 f"{_figure(row['tokens_per_forward'], 2):>22}"
                 f"{row['tokens_per_forward_without_commits']['value']:>17.2f}"

@@ -4,25 +4,28 @@ import argparse
 import functools
 import itertools
 import json
-import math
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
-from dllm_jax.cli import flags
+from dllm_jax.cli import flags, grid
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError
 from dllm_jax.cli.eval import (
     AS_JSON,
-    MOST_SETTINGS,
     ONE_TOKEN,
     OUTPUT,
     PLOT,
     check_output,
+    check_plot,
+    facts_of,
     load_with_problems,
     problem_flags,
 )
 from dllm_jax.cli.flags import Group, flag, number, whole
 from dllm_jax.cli.interrupt import ALL, Interrupt
+from dllm_jax.cli.stored import Stored
 
 PROBLEMS = 1024  # of a built-in half
 HALVES = ("hard", "plain")
@@ -45,13 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         problem_flags(PROBLEMS, HALVES[::-1]),
         Group(
             "race",
-            flag(
-                "--grid KNOB=LOW:HIGH:N",
-                "values of a threshold, evenly spaced, or listed: KNOB=A,B,C; repeat it for a grid",
-                _grid,
-                action="append",
-                required=True,
-            ),
+            grid.grid_flag(required=True),
             flag(
                 "--margin POINTS",
                 "accuracy that may be lost, in percentage points (default: %(default)s)",
@@ -84,51 +81,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _grid(text: str) -> tuple[str, list[float]]:
-    """An argparse type: a knob and its values."""
-    name, _, values = text.partition("=")
-    found: list[float] = []
-    try:
-        if ":" in values:
-            low, high, count = values.split(":")
-            first, last, number = float(low), float(high), int(count)
-            if 2 <= number <= MOST_SETTINGS:
-                found = [first + (last - first) * i / (number - 1) for i in range(number)]
-        else:
-            found = [float(value) for value in values.split(",")]
-    except ValueError:
-        pass
-    found = [round(value, 6) for value in found]
-    is_good = found and all(map(math.isfinite, found)) and len(set(found)) == len(found)
-    if not name.isidentifier() or not is_good:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither KNOB=LOW:HIGH:N with N from 2 to {MOST_SETTINGS} nor KNOB=A,B,C; "
-            "write e.g. accept_threshold=0.5:0.95:4"
-        )
-    return name, found
-
-
 def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Race, check the winner, print the table or the object."""
     stop.forced = ALL
     for name in ("output", "out", "plot"):
         if getattr(args, name) is not None:
             check_output(getattr(args, name), f"--{name}")
-    if args.plot is not None and Path(args.plot).suffix not in (".svg", ".png", ".pdf"):
-        raise UsageError(f"--plot {args.plot!r} must end in .svg, .png or .pdf; rename it")
-    names = [name for name, _ in args.grid]
-    if len(set(names)) < len(names):
-        raise UsageError("--grid names a threshold twice; list all its values once")
+    check_plot(args)
     choices = strategies.load_several(args.strategy or ("multi_bd",), strategies.given_fields(args))
     model, sets = load_with_problems(args, PROBLEMS, HALVES[:1])
     if len(sets) > 1:
         raise UsageError(f"one race is of one set of problems, not of {', '.join(sets)}; name one")
     ((name, of),) = sets.items()
     racers = _racers(args, model, choices)
-    facts = _race(args, model, racers, name, of)
+    about = facts_of(args, model) | {"set": name, "settings": [*racers], "margin": args.margin}
+    about |= {"budget": args.budget, "questions": [one.question for one in of.problems]}
+    stored = Stored(args.output, about)
+    facts = _race(args, model, racers, name, of, stored)
     print(json.dumps(facts) if args.json else table(facts), flush=True)
     if args.output is not None:
         Path(args.output).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        stored.finish()
     if args.out is not None:
         Path(args.out).write_text(json.dumps(_tuned(facts), indent=1) + "\n", encoding="utf-8")
     if args.plot is not None:
@@ -144,11 +117,9 @@ def _racers(args: argparse.Namespace, model: Any, choices: list[Any]) -> dict[st
     The reference is the first.
     """
     from dllm_jax.api.strategy import bind_draft
-    from dllm_jax.strategies.core.protocol import check_knobs, knob_ranges
     from dllm_jax.tasks.evaluate import one_token
 
-    found: dict[str, Any] = {}
-    taken: set[str] = set()
+    bound_to: dict[str, Any] = {}
     draft = args.draft
     for label, spec, value, fields in choices:
         strategy, bound = strategies.resolve(model, spec, value, fields), None
@@ -156,25 +127,13 @@ def _racers(args: argparse.Namespace, model: Any, choices: list[Any]) -> dict[st
             strategy, aux = bind_draft(strategy, draft, model)
             (bound,) = aux.values()
             draft = bound  # loaded once
-        grid = [(name, values) for name, values in args.grid if name in knob_ranges(strategy)]
-        taken |= {name for name, _ in grid}
-        for values in itertools.product(*(values for _, values in grid)):
-            setting = dict(zip((name for name, _ in grid), values, strict=True))
-            try:
-                check_knobs(strategy, setting)
-            except ValueError as error:
-                raise UsageError(f"--grid: {error}") from None
-            name_of_setting = ",".join(
-                [label, *(f"{name}={one:g}" for name, one in setting.items())]
-            )
-            found[name_of_setting] = strategy, bound, spec, fields, setting
-    if missing := [name for name, _ in args.grid if name not in taken]:
-        raise UsageError(
-            f"--grid {missing[0]}: none of {', '.join(label for label, *_ in choices)} has that "
-            "threshold; `dllm-jax info STRATEGY` lists them"
-        )
-    if len(found) > MOST_SETTINGS:
-        raise UsageError(f"--grid makes {len(found)} settings; at most {MOST_SETTINGS} are raced")
+        bound_to[label] = strategy, bound, spec, fields
+    settings = grid.settings_of({label: one for label, (one, *_) in bound_to.items()}, args.grid)
+    found: dict[str, Any] = {
+        name: (*bound_to[label], setting)
+        for label, points in settings.items()
+        for name, setting in points.items()
+    }
     if model.config.mask_token_id >= 0:
         size = next(iter(found.values()))[0].block_size
         slow = one_token(size)
@@ -184,13 +143,16 @@ def _racers(args: argparse.Namespace, model: Any, choices: list[Any]) -> dict[st
 
 
 def _race(
-    args: argparse.Namespace, model: Any, racers: dict[str, Any], name: str, of: Any
+    args: argparse.Namespace,
+    model: Any,
+    racers: dict[str, Any],
+    name: str,
+    of: Any,
+    stored: Stored,
 ) -> dict[str, Any]:
-    import jax
     import numpy as np
     from tqdm import tqdm
 
-    from dllm_jax import __version__
     from dllm_jax.tasks import evaluate
     from dllm_jax.tasks.race import FIRST, Played, aup, race
 
@@ -203,11 +165,14 @@ def _race(
             f"{len(of.problems)} problems are too few to race on and check the winner; give 5 or "
             "more, better hundreds"
         )
-    bar = tqdm(desc=f"{name}, texts", leave=False, disable=None)
+    bar, began = tqdm(desc=f"{name}, texts", leave=False, disable=None), time.perf_counter()
 
     def play(chosen: Any, where: Any) -> Any:
         """One program a strategy: settings share its batches."""
         outcomes: dict[int, Any] = {}
+        key = [int(one) for one in chosen], [int(one) for one in where]
+        if (part := stored.get(*key)) is not None:
+            return Played(*map(np.array, part))
         for _, group in itertools.groupby(chosen, key=lambda one: id(rows[one][0])):
             members = list(group)
             strategy, draft, *_ = rows[members[0]]
@@ -228,7 +193,16 @@ def _race(
             )
             outcomes |= zip(members, found, strict=True)
         leaf = functools.partial(_stacked, [outcomes[one] for one in chosen])
-        return Played(leaf("right"), leaf("tokens"), leaf("forwards"))
+        played = Played(leaf("right"), leaf("tokens"), leaf("forwards"))
+        stored.add(*key, part=[each.tolist() for each in played])
+        for one, right, tokens, forwards in zip(chosen, *played, strict=True):
+            tqdm.write(
+                f"{name}, {labels[one]}: {len(where)} more problems, {100 * right.mean():.1f} % "
+                f"exact, {tokens.sum() / max(forwards.sum(), 1):.2f} tokens per forward "
+                f"({time.perf_counter() - began:.0f} s)",
+                file=sys.stderr,
+            )
+        return played
 
     with bar:
         result = race(
@@ -263,14 +237,8 @@ def _race(
     best = max(y for _, y in points)
     _, _, spec, fields, setting = rows[result.winner]
     return {
-        "model": args.model,
-        "dtype": str(model.params["embed"].dtype),
-        "device": jax.devices()[0].device_kind,
-        "versions": {"dllm-jax": __version__, "jax": jax.__version__},
+        **facts_of(args, model),
         "set": name,
-        "seed": args.seed,
-        "greedy": True,
-        "max_tokens": args.max_tokens,
         "margin_points": args.margin,
         "reference": labels[0],
         "settings": settings,
@@ -314,17 +282,18 @@ def _tuned(facts: dict[str, Any]) -> dict[str, Any]:
 def table(facts: dict[str, Any]) -> str:
     """The race as text."""
     share = facts["forwards"] / facts["full_grid_forwards"]
+    width = max(map(len, facts["settings"])) + 2
     lines = [
         f"{facts['model']}, {facts['dtype']}, {facts['device']}, greedy, {facts['set']}",
         f"margin {facts['margin_points']:g} points below {facts['reference']!r}",
         "",
-        f"{'':<48}{'problems':>9}{'exact %':>9}{'against it, points':>24}"
+        f"{'':<{width + 2}}{'problems':>9}{'exact %':>9}{'against it, points':>24}"
         f"{'tokens/forward':>22}  left as",
     ]
     for label, row in facts["settings"].items():
         mark = "*" if label == facts["winner"] else " "
         lines.append(
-            f"{mark} {label[-45:]:<46}{row['problems']:>9}{100 * row['exact']['value']:>9.1f}"
+            f"{mark} {label:<{width}}{row['problems']:>9}{100 * row['exact']['value']:>9.1f}"
             f"{_figure(row['exact_points'], 1):>24}{_figure(row['tokens_per_forward'], 2):>22}"
             f"  {row['left'] or ''}"
         )

@@ -111,6 +111,7 @@ def sweep(
     is_timed: bool = True,
     longest: int = 0,
     progress: Callable[[int], object] = lambda done: None,
+    finished: Callable[[int, Outcome], object] = lambda number, outcome: None,
 ) -> list[Outcome]:
     """Solve the same problems under several settings of a strategy's knobs, as one program.
 
@@ -129,6 +130,7 @@ def sweep(
         longest: Prompts are padded to so many tokens at least, so that other problems of the same
             set take the same program.
         progress: Called with the number of rows done, after each batch.
+        finished: Called with the number of a setting and its outcome, as soon as its rows are done.
     """
     ids = encode(model, problems) if prompts is None else prompts
     lengths = np.array([len(row) for row in ids])
@@ -138,7 +140,14 @@ def sweep(
     total = len(settings) * len(ids)
     batch_size = min(batch_size, total)
     values = {k: np.repeat([one[k] for one in settings], len(ids)) for k in settings[0]}
-    parts = []
+    decode_text = (tokenizer or model.tokenizer).decode
+
+    @functools.cache  # most settings end in the same text
+    def text_of(tokens: tuple[int, ...]) -> str:
+        return decode_text(list(tokens), skip_special_tokens=True)
+
+    parts: list[Any] = []
+    outcomes: list[Outcome] = []
     for first in range(0, total, batch_size):
         rows = np.minimum(np.arange(first, first + batch_size), total - 1)
         session = functools.partial(
@@ -159,17 +168,13 @@ def sweep(
         spent = np.full(count, (time.perf_counter() - began) / count)
         parts.append([*(leaf[:count] for leaf in part), spent])
         progress(first + count)
-    leaves = [np.concatenate(leaf) for leaf in zip(*parts, strict=True)]
-    decode_text = (tokenizer or model.tokenizer).decode
-
-    @functools.cache  # most settings end in the same text
-    def text_of(tokens: tuple[int, ...]) -> str:
-        return decode_text(list(tokens), skip_special_tokens=True)
-
-    return [
-        _outcome(text_of, is_right, block_of(strategy), problems, lengths, *part)
-        for part in zip(*(np.split(leaf, len(settings)) for leaf in leaves), strict=True)
-    ]
+        while (begin := len(outcomes) * len(ids)) + len(ids) <= first + count and begin < total:
+            rows = slice(begin, begin + len(ids))
+            part = [np.concatenate(leaf)[rows] for leaf in zip(*parts, strict=True)]
+            outcome = _outcome(text_of, is_right, block_of(strategy), problems, lengths, *part)
+            outcomes.append(outcome)
+            finished(len(outcomes) - 1, outcome)
+    return outcomes
 
 
 def block_of(strategy: Any) -> int | None:
@@ -218,6 +223,27 @@ def _outcome(
         finish=reasons,
         seconds=float(seconds.sum()),
         drafted=DraftMetrics(*counts) if all(counts) else None,
+    )
+
+
+def outcome_json(outcome: Outcome) -> dict[str, Any]:
+    """An outcome as JSON values."""
+    held = {field.name: getattr(outcome, field.name) for field in dataclasses.fields(outcome)}
+    held["drafted"] = outcome.drafted and dataclasses.asdict(outcome.drafted)
+    return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in held.items()}
+
+
+def outcome_from_json(held: Mapping[str, Any]) -> Outcome:
+    """The inverse of `outcome_json`."""
+    counts = {k: tuple(v) for k, v in (held["drafted"] or {}).items()}
+    arrays = {k: v for k, v in held.items() if k in ("right", "tokens", "forwards", "denoise")}
+    return Outcome(
+        **{k: np.array(v) for k, v in arrays.items()},
+        blocks=None if held["blocks"] is None else np.array(held["blocks"]),
+        texts=tuple(held["texts"]),
+        finish=tuple(held["finish"]),
+        seconds=held["seconds"],
+        drafted=DraftMetrics(**counts) if counts else None,
     )
 
 

@@ -4,37 +4,96 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+Place = tuple[float, float]
 
-def draw(halves: Mapping[str, Any], curves: Mapping[str, Mapping[str, str]], path: Path) -> None:
+_AXES = {
+    "xlabel": "tokens per forward (95 % interval)",
+    "ylabel": "accuracy (%, 95 % interval)",
+}
+# Where a label may stand: at one of six sides of its point, 4 to 40 points of type away.
+_SPOTS = [
+    {
+        "xytext": (right * distance, up * distance),
+        "horizontalalignment": ("center", "left", "right")[right],
+        "verticalalignment": "bottom" if up > 0 else "top",
+    }
+    for distance in (4, 14, 26, 40)
+    for right, up in ((1, 1), (1, -1), (-1, 1), (-1, -1), (0, 1), (0, -1))
+]
+
+
+def draw(facts: Mapping[str, Any], path: Path) -> None:
     """One panel a set of problems, one line a strategy, one labelled point a setting.
 
     Args:
-        halves: By set of problems, what `summarise` says of each label.
-        curves: By strategy, its labels in the order of the line, each with the text at its point.
+        facts: What `dllm-jax eval` reports.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
+    curves, halves = facts["curves"], facts["halves"]
+    names = {label: label.rpartition("/")[2] for label in curves}  # a file without its folders
+    if len(set(names.values())) < len(names):
+        names = {label: label for label in curves}
     # Text stays text in an SVG: it can be searched and copied.
     with mpl.rc_context({"svg.fonttype": "none"}):
         figure = Figure(figsize=(6.4 * len(halves), 4.8), layout="tight")
         panels = figure.subplots(1, len(halves), squeeze=False)[0]
-        for panel, (half, results) in zip(panels, halves.items(), strict=True):
-            for name, points in curves.items():
-                found = [results[label] for label in points]
-                x = [one["tokens_per_forward"]["value"] for one in found]
-                y = [100 * one["exact"]["value"] for one in found]
-                panel.plot(x, y, marker="o", label=name)
-                for place, text in zip(zip(x, y, strict=True), points.values(), strict=True):
-                    panel.annotate(
-                        text, place, xytext=(4, 4), textcoords="offset points", fontsize=8
-                    )
-            panel.set(title=half, xlabel="tokens per forward", ylabel="accuracy (%)")
+        figure.suptitle("Up and right is better", fontsize=10)
+        texts: list[list[tuple[Place, str]]] = []
+        for panel, (half, content) in zip(panels, halves.items(), strict=True):
+            of_points: list[tuple[Place, str]] = []
+            for label, points in curves.items():
+                rows = [content["results"][point] for point in points]
+                knobs = ", ".join(next(iter(points.values())))
+                legend = f"{names[label]} (points: {knobs})" if knobs else names[label]
+                _plot(panel, rows, fmt="o-" if knobs else "s", label=legend)
+                of_points += [
+                    (_place(row), ", ".join(f"{value:.6g}" for value in point.values()))
+                    for row, point in zip(rows, points.values(), strict=True)
+                ]
+            texts.append([one for one in of_points if one[1]])
+            number = next(iter(content["results"].values()))["problems"]
+            panel.set(title=f"{facts['model']}, {half}, {number} problems", **_AXES)
             panel.margins(0.12)
             panel.grid(alpha=0.3)
             panel.legend(fontsize=8)
-        figure.suptitle("Up and right is better", fontsize=10)
+        _label(figure, dict(zip(panels, texts, strict=True)))
         figure.savefig(path)
+
+
+def _plot(panel: Any, rows: Sequence[Mapping[str, Any]], **looks: Any) -> None:
+    """Settings with their 95 % intervals."""
+    x, y = zip(*map(_place, rows), strict=True)
+    bars = _bars(rows, "tokens_per_forward", 1), _bars(rows, "exact", 100)
+    panel.errorbar(x, y, xerr=bars[0], yerr=bars[1], elinewidth=0.8, markersize=5, **looks)
+
+
+def _place(row: Mapping[str, Any]) -> Place:
+    return row["tokens_per_forward"]["value"], 100 * row["exact"]["value"]
+
+
+def _label(figure: Any, texts: Mapping[Any, Sequence[tuple[Place, str]]]) -> None:
+    """Put texts next to points of panels, none over another; one without room is left out.
+
+    The figure must be complete: its layout is fixed here.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for panel, of_points in texts.items():
+        frame, taken = panel.get_window_extent(renderer), list[Any]()
+        for place, text in dict.fromkeys(of_points):
+            for how in _SPOTS:
+                note = panel.annotate(text, place, textcoords="offset points", fontsize=8, **how)
+                box = note.get_window_extent(renderer)
+                is_inside = frame.contains(box.x0, box.y0) and frame.contains(box.x1, box.y1)
+                if is_inside and not box.count_overlaps(taken):
+                    taken.append(box)
+                    break
+                note.remove()
 
 
 def draw_race(facts: Mapping[str, Any], path: Path) -> None:
@@ -55,19 +114,7 @@ def draw_race(facts: Mapping[str, Any], path: Path) -> None:
             rows = [row for row in facts["settings"].values() if row["left"] == why]
             if not rows:
                 continue
-            x = [row["tokens_per_forward"]["value"] for row in rows]
-            y = [100 * row["exact"]["value"] for row in rows]
-            panel.errorbar(
-                x,
-                y,
-                xerr=_bars(rows, "tokens_per_forward", 1),
-                yerr=_bars(rows, "exact", 100),
-                fmt=marker,
-                color=color,
-                elinewidth=0.8,
-                markersize=5,
-                label=names[why],
-            )
+            _plot(panel, rows, fmt=marker, color=color, label=names[why])
         reference = 100 * facts["settings"][facts["reference"]]["exact"]["value"]
         margin = facts["margin_points"]
         panel.axhspan(
@@ -77,31 +124,16 @@ def draw_race(facts: Mapping[str, Any], path: Path) -> None:
             alpha=0.15,
             label=f"margin, {margin:g} points",
         )
-        best = facts["settings"][facts["winner"]]
-        place = best["tokens_per_forward"]["value"], 100 * best["exact"]["value"]
-        panel.plot(*place, marker="*", markersize=15, color="C1", linestyle="", label="winner")
-        slowest = facts["settings"][facts["reference"]]
-        start = slowest["tokens_per_forward"]["value"], reference
-        left, right = panel.get_xlim()
-        for text, (x, y) in ((facts["winner"], place), ("reference", start)):
-            is_left = x < (left + right) / 2  # the text stays within the frame
-            panel.annotate(
-                text.replace(",", "\n"),
-                (x, y),
-                xytext=(8 if is_left else -8, -8),
-                textcoords="offset points",
-                fontsize=8,
-                verticalalignment="top",
-                horizontalalignment="left" if is_left else "right",
-            )
-        panel.set(
-            title=f"{facts['model']}, {facts['set']}: up and right is better",
-            xlabel="tokens per forward (95 % interval)",
-            ylabel="accuracy (%, 95 % interval)",
-        )
+        best = _place(facts["settings"][facts["winner"]])
+        panel.plot(*best, marker="*", markersize=15, color="C1", linestyle="", label="winner")
+        start = _place(facts["settings"][facts["reference"]])
+        title = f"{facts['model']}, {facts['set']}: up and right is better"
+        panel.set(title=title, **_AXES)
         panel.margins(0.1)
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8, loc="lower left")
+        winner = facts["winner"].replace(",", "\n")
+        _label(figure, {panel: [(best, winner), (start, "reference")]})
         figure.savefig(path)
 
 

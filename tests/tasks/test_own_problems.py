@@ -43,7 +43,7 @@ def test_problems_of_a_file_are_read_or_the_line_is_named(tmp_path):
         (["--scorer", "exact"], "--scorer judges the answers of --data"),
         (["--scorer", "best"], "'best' is no scorer; use one of exact, numeric, regex:PATTERN"),
         (["--scorer", "regex:("], "mend the pattern"),
-        (["--sweep", "accept_threshold=1"], "write e.g. accept_threshold=0.5:0.99:8"),
+        (["--sweep", "accept_threshold=1:2"], "write e.g. accept_threshold=0.5:0.99:8"),
         (["--plot", "x.txt"], "must end in .svg, .png or .pdf"),
     ],
 )

@@ -1,0 +1,64 @@
+"""Finished parts of a long run, a line of JSON each, for the same command to go on from."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from dllm_jax.cli.errors import UsageError
+
+_SUFFIX = ".partial"
+
+
+class Stored:
+    """The parts of one run: in memory, and in `FILE.partial` where the run has an output.
+
+    Args:
+        output: The file of the whole result; None: nothing is written.
+        about: What the run is of; parts of another run are refused.
+
+    Raises:
+        UsageError: The file is of another run.
+    """
+
+    def __init__(self, output: str | None, about: dict[str, Any]):
+        self._path = None if output is None else Path(output + _SUFFIX)
+        self._parts: dict[str, Any] = {}
+        if self._path is None:
+            return
+        lines: list[Any] = []
+        if self._path.exists():
+            for line in self._path.read_text("utf-8").splitlines():
+                try:
+                    lines.append(json.loads(line))
+                except ValueError:  # the run ended while it wrote
+                    break
+        about = json.loads(json.dumps(about))
+        if lines and lines[0] != about:
+            differ = [key for key in about if dict(lines[0]).get(key) != about[key]]
+            raise UsageError(
+                f"{str(self._path)!r} holds parts of another run ({', '.join(differ)}); remove it "
+                "or choose another --output"
+            )
+        self._parts = dict(lines[1:])
+        if self._parts:
+            count = len(self._parts)
+            print(f"going on from {count} parts in {str(self._path)!r}", file=sys.stderr)
+        text = "".join(json.dumps(line) + "\n" for line in (about, *self._parts.items()))
+        self._path.write_bytes(text.encode())
+
+    def get(self, *key: Any) -> Any:
+        """A part, None where it is not there yet."""
+        return self._parts.get(json.dumps(key))
+
+    def add(self, *key: Any, part: Any) -> None:
+        """Store a part at once."""
+        if self._path is None:
+            return
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps([json.dumps(key), part]) + "\n")
+
+    def finish(self) -> None:
+        """Remove the file: the whole result is written."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
