@@ -20,6 +20,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from dllm_jax.api.strategy import Bound, Source, bind_strategy, check_number
 from dllm_jax.engine.checks import short_repr, token_ids
+from dllm_jax.engine.rules import NUMBERS, Range, check_ids
 from dllm_jax.loading.load import load, with_kv_cache
 from dllm_jax.loading.model import Model
 from dllm_jax.models.kv_cache import KVCacheDType
@@ -32,7 +33,10 @@ from dllm_jax.strategies.core.state import NO_LIMIT, DecodeState, Limits, Sampli
 MIN_PROMPT_BUCKET = 64
 STOP_BUCKET = 8
 MOST_TOKENS = 1 << 24  # more positions than any model has; the output is an array of that width
-_FINITE = float(np.finfo(np.float32).max)
+_NUMBERS = {name: NUMBERS[name] for name in ("temperature", "top_p", "max_nfe")} | {
+    "max_tokens": Range(1, MOST_TOKENS),
+    "top_k": Range(0, NO_LIMIT),
+}
 
 
 class GenerateOutput(struct.PyTreeNode):
@@ -173,13 +177,10 @@ def _prepare(
     model = load(model) if isinstance(model, str) else model
     strategy, aux = bind_strategy(model, strategy, wishes.draft)
     bare, knobs = split_knobs(strategy)
-    check_number("max_tokens", wishes.max_tokens, 1, MOST_TOKENS, whole=True)
-    check_number("temperature", wishes.temperature, 0.0, _FINITE)
-    check_number("top_k", wishes.top_k, 0, NO_LIMIT, whole=True)
-    check_number("top_p", wishes.top_p, 0.0, 1.0)
-    check_number("max_nfe", wishes.max_nfe, 1, NO_LIMIT, whole=True)
+    for name, allowed in _NUMBERS.items():
+        check_number(name, getattr(wishes, name), *allowed[:3])
     for stop in token_ids("stop_token_ids", wishes.stop_token_ids):
-        check_number("stop_token_ids", stop, 0, NO_LIMIT, whole=True)
+        check_number("stop_token_ids", stop, *NUMBERS["stop_token_ids"][:3])
     ids, lengths = _pad_prompts(model, prompts, wishes.prompt_len)
     B = ids.shape[0]
     if model.split is not None and B % model.split.num_batches:
@@ -278,18 +279,7 @@ def _pad_lists(model: Model, prompts: Any) -> tuple[Array, Array]:
             raise ValueError(f"prompt {i} is empty; give at least one token")
         if len(row) >= most:
             raise ValueError(_too_long(i, len(row), most))
-        bad = next((t for t in row if not 0 <= t < vocab), None)
-        if bad is not None:
-            raise ValueError(
-                f"prompt {i} holds id {bad}, outside the vocabulary [0, {vocab}); "
-                "was it tokenized for another model?"
-            )
-        unread = next((t for t in model.defaults.unread_token_ids if t in row), None)
-        if unread is not None:
-            raise ValueError(
-                f"prompt {i} holds id {unread}, which stands for an image or a sound: this package "
-                "reads text only; leave it out"
-            )
+        check_ids(f"prompt {i}", row, vocab, model.defaults.unread_token_ids)
     ids = np.zeros((len(rows), _bucket(max(map(len, rows)))), np.int32)
     for i, row in enumerate(rows):
         ids[i, : len(row)] = row

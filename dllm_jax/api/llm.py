@@ -36,7 +36,8 @@ from dllm_jax.api.strategy import Source, bind_strategy, default_params
 from dllm_jax.engine import checks
 from dllm_jax.engine.inbox import SharedEngine, TextEvents
 from dllm_jax.engine.layout import EngineConfig
-from dllm_jax.engine.requests import MAX_SEED, Request, RequestOutput, SamplingParams
+from dllm_jax.engine.requests import Request, RequestOutput, SamplingParams
+from dllm_jax.engine.rules import NUMBERS
 from dllm_jax.loading.chat import Messages
 from dllm_jax.loading.jax_settings import enable_compile_cache
 from dllm_jax.runner.memory import MemoryPlan
@@ -125,7 +126,7 @@ class LLM:
             "enable_prefix_caching": enable_prefix_caching,
             **{name: passed_on.pop(name) for name in OF_CONFIG if name in passed_on},
         }
-        seed = checks.whole_number("seed", seed, 0, MAX_SEED)
+        seed = NUMBERS["seed"].check("seed", seed)
         if not isinstance(warm_up, bool):
             raise ValueError(f"warm_up={checks.short_repr(warm_up)} must be True or False")
         if not isinstance(warm_up_constraints, bool | None):

@@ -10,7 +10,8 @@ from argparse import SUPPRESS
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from dllm_jax.engine import checks
+from dllm_jax.engine.checks import MOST
+from dllm_jax.engine.rules import TYPED, Range
 
 DTYPES = ("auto", "bfloat16", "float32", "float16")
 QUANTIZATIONS = ("fp8", "none")
@@ -28,31 +29,29 @@ THRESHOLDS = {
 }
 
 
-def whole(low: int, high: int = checks.MOST) -> Callable[[str], int]:
-    """An argparse type: a whole number in [low, high]."""
-    return lambda text: _checked(checks.whole_number, int, text, low, high)
+def within(allowed: Range) -> Callable[[str], Any]:
+    """An argparse type: a number of a range."""
 
-
-def number(low: float, high: float, open_low: bool = False) -> Callable[[str], float]:
-    """An argparse type: a number in [low, high], or (low, high]."""
-
-    def parse(text: str) -> float:
-        value = _checked(checks.real_number, float, text, low, high)
-        if open_low and value == low:
-            raise argparse.ArgumentTypeError(f"{value=} must be above {low:g}; choose a larger one")
-        return value
+    def parse(text: str) -> Any:
+        value: Any = text
+        with contextlib.suppress(ValueError):
+            value = (int if allowed.is_whole else float)(text)
+        try:
+            return allowed.check("value", value)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
     return parse
 
 
-def _checked(check: Callable[..., Any], kind: type, text: str, low: float, high: float) -> Any:
-    value: Any = text
-    with contextlib.suppress(ValueError):
-        value = kind(text)
-    try:
-        return check("value", value, low, high)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def whole(low: int, high: int = MOST) -> Callable[[str], int]:
+    """An argparse type: a whole number in [low, high]."""
+    return within(Range(low, high))
+
+
+def number(low: float, high: float, open_low: bool = False) -> Callable[[str], float]:
+    """An argparse type: a number in [low, high], or (low, high]."""
+    return within(Range(low, high, is_whole=False, above_low=open_low))
 
 
 def lengths(text: str) -> Any:
@@ -72,7 +71,7 @@ def token_ids(text: str) -> tuple[int, ...]:
     parts = [part for part in text.split(",") if part.strip()]
     if not parts:
         raise argparse.ArgumentTypeError(f"{text!r} holds no token id; write e.g. 3,17")
-    return tuple(map(whole(0), parts))
+    return tuple(map(within(TYPED["stop_token_ids"]), parts))
 
 
 def key_value(text: str) -> tuple[str, Any]:
@@ -166,8 +165,7 @@ def add(parser: argparse.ArgumentParser, *groups: Group) -> None:
 
 
 # Kinds of flags.
-seed = whole(0, 2**32 - 1)
-temperature = number(0, 1e6)
+seed, temperature = within(TYPED["seed"]), within(TYPED["temperature"])
 share = number(0, 1, open_low=True)
 seconds, seconds_above_0 = number(0, 86400), number(0, 86400, open_low=True)
 
@@ -277,14 +275,14 @@ def sampling(of_seed: str, stops: bool = True) -> Group:
     about_stop = "ends the text and is no part of it; repeat it for several"
     return Group(
         "sampling and limits",
-        flag("--max-tokens N", "tokens of a text at most", whole(1), 256),
+        flag("--max-tokens N", "tokens of a text at most", within(TYPED["max_tokens"]), 256),
         flag("--temperature T", "0 is greedy (default: the model family's, mostly 0)", temperature),
         flag("--top-k K", "draw from the K surest ids (default: all)", whole(1)),
         flag(
             "--top-p P",
             "draw from the fewest ids that hold probability P (default: the model family's, "
             "mostly all)",
-            share,
+            within(TYPED["top_p"]),
         ),
         flag("--stop TEXT", about_stop if stops else SUPPRESS, default=[], action="append"),
         flag(
@@ -293,7 +291,11 @@ def sampling(of_seed: str, stops: bool = True) -> Group:
             token_ids,
             (),
         ),
-        flag("--max-nfe N", "forwards of a text at most (default: no limit)", whole(1)),
+        flag(
+            "--max-nfe N",
+            "forwards of a text at most (default: no limit)",
+            within(TYPED["max_nfe"]),
+        ),
         flag("--seed N", f"{of_seed} (default: 0)", seed),
     )
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dllm_jax.engine import checks
+from dllm_jax.engine.rules import NUMBERS
 
-MAX_SEED = 2**32 - 1  # a random key is made from 32 bits
-MOST_TEXTS = 4096  # of one prompt
-_MOST_FLOAT = 3.0e38  # what float32 holds
+_NUMBERS = ("temperature", "top_p", "top_k", "max_tokens", "n", "seed", "max_nfe")
+_NUMBERS += ("max_repetition_run",)
 
 FinishReason = str  # "stop" | "length" | "nfe" | "repetition" | "abort" | "error"
 
@@ -72,7 +72,6 @@ class SamplingParams:
         stop = () if self.stop is None else self.stop
         stop_ids = () if self.stop_token_ids is None else self.stop_token_ids
         plain: dict[str, Any] = {
-            "temperature": checks.real_number("temperature", self.temperature, 0.0, _MOST_FLOAT),
             "ignore_eos": checks.boolean("ignore_eos", self.ignore_eos),
             "stop": checks.stop_strings(stop),
             "stop_token_ids": tuple(checks.token_ids("stop_token_ids", stop_ids, checks.MOST)),
@@ -83,21 +82,11 @@ class SamplingParams:
                 f"constraint_confidence={checks.short_repr(self.constraint_confidence)} is not "
                 'known; use "raw" or "plan"'
             )
-        if self.top_p is not None:
-            plain["top_p"] = checks.real_number("top_p", self.top_p, 0.0, 1.0)
-        if self.top_k is not None:
-            kept = checks.whole_number("top_k", self.top_k, -1)
-            plain["top_k"] = kept if kept > 0 else None
-        for name, low, high in (
-            ("max_tokens", 1, checks.MOST),
-            ("n", 1, MOST_TEXTS),
-            ("seed", 0, MAX_SEED),
-            ("max_nfe", 1, checks.MOST),
-            ("max_repetition_run", 2, checks.MOST),
-        ):
-            value = getattr(self, name)
-            if value is not None or name == "n":
-                plain[name] = checks.whole_number(name, value, low, high)
+        for name in _NUMBERS:
+            if (value := getattr(self, name)) is not None or name in ("n", "temperature"):
+                plain[name] = NUMBERS[name].check(name, value)
+        if plain.get("top_k", 0) <= 0:
+            plain["top_k"] = None
         checks.set_fields(self, plain)
 
 
@@ -143,12 +132,12 @@ class Request:
         plain: dict[str, Any] = {
             "prompt_token_ids": checks.token_ids("prompt_token_ids", self.prompt_token_ids),
             "suffix_token_ids": checks.token_ids("suffix_token_ids", self.suffix_token_ids),
-            "priority": checks.whole_number("priority", self.priority, -checks.MOST),
+            "priority": NUMBERS["priority"].check("priority", self.priority),
             "stream": checks.boolean("stream", self.stream),
             "denoise": checks.boolean("denoise", self.denoise),
         }
         if self.deadline_s is not None:
-            plain["deadline_s"] = checks.real_number("deadline_s", self.deadline_s, 0.0)
+            plain["deadline_s"] = NUMBERS["deadline_s"].check("deadline_s", self.deadline_s)
         checks.set_fields(self, plain)
 
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from dllm_jax.engine.admission import STOP_WIDTH
 from dllm_jax.engine.layout import Placement
+from dllm_jax.engine.rules import STOP_WIDTH
 from dllm_jax.strategies.core.state import DecodeState
 
 

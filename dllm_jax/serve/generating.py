@@ -5,6 +5,8 @@ from typing import Any
 
 import msgspec
 
+from dllm_jax.engine.checks import Refused
+from dllm_jax.engine.rules import check_thresholds
 from dllm_jax.serve import wire
 from dllm_jax.serve.answers import Form, fingerprint
 from dllm_jax.serve.client import Mailbox
@@ -161,11 +163,16 @@ async def _generate(
 
 def _params(body: wire.Sampling, facts: Facts, max_tokens: int) -> dict[str, Any]:
     """Fields of `SamplingParams`; the constraint as the engine process reads it."""
-    constraint = _constraint(body)
+    constraint, overrides = _constraint(body), body.strategy_overrides or {}
+    try:
+        ranges = {name: (low, high) for name, (_, low, high) in facts.thresholds.items()}
+        check_thresholds(overrides, ranges)
+    except Refused as error:
+        raise Refusal(str(error), param=error.param) from None
     top_p = body.top_p
     if top_p is None and constraint is None:  # constrained texts are drawn from all that fits
         top_p = facts.top_p
-    params = {
+    return {
         "max_tokens": max_tokens,
         "temperature": facts.temperature if body.temperature is None else body.temperature,
         "top_p": top_p,
@@ -177,23 +184,9 @@ def _params(body: wire.Sampling, facts: Facts, max_tokens: int) -> dict[str, Any
         "max_nfe": body.max_nfe,
         "max_repetition_run": body.max_repetition_run,
         "n": body.n or 1,
-        "strategy_overrides": body.strategy_overrides or {},
+        "strategy_overrides": overrides,
         "constraint": constraint,
     }
-    for name, value in params["strategy_overrides"].items():
-        param = f"strategy_overrides.{name}"
-        if name not in facts.thresholds:
-            known = ", ".join(sorted(facts.thresholds)) or "none"
-            raise Refusal(
-                f"the strategy has no threshold {shown(name)}; it has {known}", param=param
-            )
-        _, low, high = facts.thresholds[name]
-        if not low <= value <= high:
-            raise Refusal(
-                f"{param}={shown(value)} is outside [{low:g}, {high:g}]; choose one inside",
-                param=param,
-            )
-    return params
 
 
 def _constraint(body: wire.Sampling) -> dict[str, Any] | None:

@@ -11,16 +11,23 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from dllm_jax.engine.rules import TYPED
 from dllm_jax.serve.refusals import Refusal, not_json, not_valid, shown
 
-MAX_INT = 2**31 - 1  # counts on the device
 MAX_STOPS, MAX_STOP_CHARS = 16, 256
 MAX_TURNS = 4096
 MAX_IDS = 1 << 20
 MAX_CONTAINERS = 1 << 16  # lists and objects of a body: the garbage collector visits each
 
-Count = Annotated[int, Meta(ge=1, le=MAX_INT)]
-TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
+
+def _in(field: str) -> Meta:
+    """The numbers that a field may hold."""
+    low, high, _, above_low = TYPED[field]
+    return Meta(gt=low, le=high) if above_low else Meta(ge=low, le=high)
+
+
+Count = Annotated[int, _in("max_tokens")]
+TokenId = Annotated[int, _in("stop_token_ids")]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_IDS)]
 
@@ -63,10 +70,10 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
 
     model: str | None = None
     max_tokens: Count | None = None
-    temperature: Annotated[float, Meta(ge=0.0, le=1e6)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    temperature: Annotated[float, _in("temperature")] | None = None
+    top_p: Annotated[float, _in("top_p")] | None = None
+    top_k: Annotated[int, _in("top_k")] | None = None
+    n: Annotated[int, _in("n")] | None = None
     seed: int | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=32)] | None = None
@@ -75,9 +82,9 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
     strategy_overrides: dict[str, float] | None = None
     max_nfe: Count | None = None
-    max_repetition_run: Annotated[int, Meta(ge=2, le=MAX_INT)] | None = None
+    max_repetition_run: Annotated[int, _in("max_repetition_run")] | None = None
     stream_mode: Literal["commit", "denoise"] | None = None
-    priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None
+    priority: Annotated[int, _in("priority")] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -375,9 +382,21 @@ def read(data: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.convert(kept, kind, strict=True)
     except msgspec.ValidationError as error:
-        raise not_valid(error) from None
+        raise _as_number(kept, not_valid(error)) from None
     except RecursionError as error:
         raise not_json(error) from None
+
+
+def _as_number(fields: dict[str, Any], refusal: Refusal) -> Refusal:
+    """The refusal in the words of `engine.rules`, if a field with a range is at fault."""
+    name = refusal.param or ""  # of `seed` any integer is taken
+    try:
+        row = "max_tokens" if name == "max_completion_tokens" else name
+        if row in TYPED and row != "seed" and not isinstance(fields.get(name), list | None):
+            TYPED[row].check(name, fields[name])
+    except ValueError as error:
+        return Refusal(str(error), param=name)
+    return refusal
 
 
 def _kept(

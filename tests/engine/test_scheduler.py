@@ -728,9 +728,9 @@ def test_bounds_belong_to_their_ranges(host: ModuleType) -> None:
     books = Books(host)
     for value in (0.0, 1.0):
         books.accept([5], strategy_overrides={"accept_threshold": value})
-    most = tuple(range(2, 2 + host.admission.STOP_WIDTH - 1))
+    most = tuple(range(2, 2 + host.rules.STOP_WIDTH - 1))
     (sequence,) = books.accept([5], stop_token_ids=most).sequences
-    assert len(sequence.placement.stop_ids) == host.admission.STOP_WIDTH
+    assert len(sequence.placement.stop_ids) == host.rules.STOP_WIDTH
 
 
 def test_a_threshold_above_another_is_refused(host: ModuleType) -> None:

@@ -506,16 +506,20 @@ ADMISSION = [
             "layout.stop_token_ids)\n    if params.stop",
         ),
         deadline_on_the_clock=("else now + request.deadline_s", "else request.deadline_s"),
-        hole_of_the_suffix_is_not_text=(
-            "enumerate(suffix, 1) if token == HOLE",
-            "enumerate(suffix[:0], 1) if token == HOLE",
-        ),
-        stop_string_among_what_is_given=("if params.stop and any(", "if False and any("),
         tail_is_cut=("prompt[first : first + layout.window]", "prompt[first : first + 1]"),
         overrides_are_forgotten=(
             "{**layout.knob_values, **params.strategy_overrides}",
             "{**layout.knob_values}",
         ),
+    ),
+    *broken(
+        "machine",
+        "rules.py",
+        hole_of_the_suffix_is_not_text=(
+            "enumerate(suffix, 1) if token == HOLE",
+            "enumerate(suffix[:0], 1) if token == HOLE",
+        ),
+        stop_string_among_what_is_given=("c.params.stop and any(", "False and any("),
     ),
     *broken(
         "machine",
@@ -538,26 +542,26 @@ ADMISSION = [
     ),
     *broken(
         "test_scheduler.test_bounds_belong_to_their_ranges",
-        "admission.py",
+        "rules.py",
         bounds_are_outside=("if not low <= value <= high:", "if not low < value < high:"),
-        one_stop_id_too_few=("if len(stop_ids) > STOP_WIDTH:", "if len(stop_ids) >= STOP_WIDTH:"),
+        one_stop_id_too_few=("len(c.stop_ids) > STOP_WIDTH", "len(c.stop_ids) >= STOP_WIDTH"),
     ),
     *broken(
         "test_scheduler.test_ids_of_the_vocabulary_are_taken",
-        "admission.py",
+        "rules.py",
         first_id_is_refused=("if not 0 <= token <", "if not 0 < token <"),
     ),
     *broken(
         "test_scheduler.test_ids_outside_the_vocabulary_are_refused",
-        "admission.py",
+        "rules.py",
         id_past_the_last_is_taken=("if not 0 <= token <", "if not 0 <= token <="),
         largest_id_is_not_looked_at=(
-            "(min(prompt, default=0), max(prompt, default=0), *given)",
-            "(min(prompt, default=0), *given)",
+            "(min(ids, default=0), max(ids, default=0))",
+            "(min(ids, default=0),)",
         ),
         smallest_id_is_not_looked_at=(
-            "(min(prompt, default=0), max(prompt, default=0), *given)",
-            "(max(prompt, default=0), *given)",
+            "(min(ids, default=0), max(ids, default=0))",
+            "(max(ids, default=0),)",
         ),
     ),
 ]

@@ -116,8 +116,8 @@ TWINS = {
     "top_k_minus_1": (
         VALUES,
         "wire.py",
-        "Meta(ge=-1, le=MAX_INT)] | None = None\n    n:",
-        "Meta(ge=1, le=MAX_INT)] | None = None\n    n:",
+        '_in("top_k")] | None = None\n    n:',
+        '_in("max_tokens")] | None = None\n    n:',
     ),
     "large_seeds": (VALUES, "generating.py", "body.seed % SEED_MODULUS", "body.seed"),
     "ids_of_callers": (

@@ -163,6 +163,18 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_tokens", 0), ("top_k", -2), ("n", 0), ("max_nfe", 1.5)]
+)
+def test_a_number_out_of_range_is_refused_in_the_same_words_as_in_python(name, value):
+    with pytest.raises(ValueError, match=name) as python:
+        dllm_jax.SamplingParams(**{name: value})
+    with pytest.raises(Refusal) as http:
+        chat(**{name: value})
+    words = str(python.value).replace("[1, 4096]", "[1, 128]")  # the server's own limit of `n`
+    assert (http.value.message, http.value.param) == (words, name)
+
+
 @pytest.mark.parametrize("body", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_json(body):
     with pytest.raises(Refusal) as raised:
