@@ -32,12 +32,14 @@ VERBS = {
     "replay": "a saved snapshot of a request again, step by step",
     "trace": "a page or pictures that replay how a text was denoised",
     "info": "versions, devices, kernels, models",
+    "completion": "a script that completes this command in a shell",
 }
 
 EXAMPLES = {
     "generate": (
         "--seed 7 --half hard --watch",
-        '--strategy multi_bd --accept-threshold 0.95 "How many legs have three cats?"',
+        '--strategy multi_bd --accept-threshold 0.95 "A shop has 365 plates. '
+        'People bring 132 back. How many plates are there?"',
     ),
     "chat": ("", '--system "Answer in one sentence." --temperature 0.7'),
     "serve": ("builtin:tiny-sdar", "--model /models/SDAR-1.7B-Chat --port 8080"),
@@ -47,7 +49,8 @@ EXAMPLES = {
         "--sweep accept_threshold=0.5:0.99:8 --plot sweep.svg",
     ),
     "tune": (
-        "--grid accept_threshold=0.5:0.95:4 --problems 256 --plot front.svg --out tuned.json",
+        "--grid accept_threshold=0.5:0.95:4 --problems 256 --plot front.svg "
+        "--write-config tuned.json",
         "--strategy multi_bd --grid accept_threshold=0.8,0.9 --data problems.jsonl --margin 2",
     ),
     "convert": (
@@ -65,6 +68,7 @@ EXAMPLES = {
         "--strategy multi_bd --strategy block_diffusion",
     ),
     "info": ("", "multi_bd"),
+    "completion": ("bash", "zsh"),
 }
 
 
@@ -90,8 +94,8 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see `{self.prog} --help`")
 
 
-def build_parser(verb: str | None = None) -> Parser:
-    """The parser of the whole command; only `verb` is imported."""
+def build_parser(*only: str) -> Parser:
+    """The parser of the whole command; the verbs `only` are imported."""
     parser = Parser(
         prog="dllm-jax",
         description="Diffusion language models on JAX. `dllm-jax VERB --help` tells more.",
@@ -110,7 +114,7 @@ def build_parser(verb: str | None = None) -> Parser:
             default=argparse.SUPPRESS,  # --debug before the verb counts too
             help="show the traceback of a failure",
         )
-        if name == verb:
+        if name in only:
             importlib.import_module(f"dllm_jax.cli.{name}").add_arguments(child)
             child.epilog = f"{child.epilog or ''}\n\n{_examples(name)}".strip()
     return parser
@@ -132,10 +136,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         close = difflib.get_close_matches(verb, VERBS, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(VERBS)}"
         raise UsageError(f"verb {verb!r} is unknown; {hint}")
-    parser = build_parser(verb)
+    parser = build_parser(*([verb] if verb else ()))
     args, unknown = parser.parse_known_args(argv)
     if args.verb is None:
-        raise UsageError(f"no verb given; use one of {', '.join(VERBS)}, or --help")
+        parser.print_help()
+        raise SystemExit(DONE)
     if unknown:
         flag = unknown[0].split("=")[0]
         close = difflib.get_close_matches(flag, _flags(parser, args), n=1)

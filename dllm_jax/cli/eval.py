@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 AS_JSON = flags.as_json("one JSON object instead of the table")
 OUTPUT = flag(
-    "--output FILE",
+    "--output --out FILE",
     "write the JSON object to FILE as well; each finished setting is in FILE.partial at once, "
     "from which the same command goes on (default: no file)",
 )

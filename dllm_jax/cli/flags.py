@@ -333,7 +333,8 @@ def strategy(repeat: str | None = None) -> Group:
         ),
         flag(
             "--strategy-config FILE",
-            "a strategy and its fields, as `dllm-jax tune --out` writes them; flags win over it",
+            "a strategy and its fields, as `dllm-jax tune --write-config` writes them; flags win "
+            "over it",
         ),
         takes_strategies=repeat is not None,
     )

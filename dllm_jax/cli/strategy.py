@@ -63,7 +63,7 @@ def apply_config(args: argparse.Namespace) -> None:
     except (ValueError, RecursionError) as error:
         raise UsageError(
             f"--strategy-config {path!r} is no JSON ({error}); write one with "
-            "`dllm-jax tune --out FILE`"
+            "`dllm-jax tune --write-config FILE`"
         ) from None
     spec, fields = (
         (found.get("strategy"), found.get("fields")) if isinstance(found, dict) else (0, 0)
@@ -71,7 +71,7 @@ def apply_config(args: argparse.Namespace) -> None:
     if not isinstance(spec, str) or not spec or not isinstance(fields, dict):
         raise UsageError(
             f'--strategy-config {path!r} must hold {{"strategy": NAME, "fields": {{...}}}}; write '
-            "one with `dllm-jax tune --out FILE`"
+            "one with `dllm-jax tune --write-config FILE`"
         )
     if args.strategy not in (None, spec, [spec]):
         raise UsageError(

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         Group(
             "output",
             flag(
-                "--out PATH",
+                "--output --out PATH",
                 "FILE.html, the page; FILE.json, the record; FILE.png, a picture of one step; "
                 f"FOLDER/, a picture of each (default: {PAGE})",
             ),
@@ -147,13 +147,13 @@ def _checked_out(args: argparse.Namespace) -> _Out:
     """Where the output goes, refused before the work where it could not be written after it."""
     if args.stop:
         raise UsageError("--stop is text and a trace is of tokens; use --stop-token-ids")
-    if len(args.strategy or ()) > 1 and (args.json or not (args.out or PAGE).endswith(".html")):
+    if len(args.strategy or ()) > 1 and (args.json or not (args.output or PAGE).endswith(".html")):
         raise UsageError("several strategies stand on one page; use --out FILE.html")
     if args.half and args.prompt is not None:
         raise UsageError("--half is about problems drawn by --seed; leave out it or the prompt")
-    if args.json and args.out is not None:
+    if args.json and args.output is not None:
         raise UsageError("--json prints and --out writes; give one, or --out FILE.json")
-    name = PAGE if args.out is None else args.out
+    name = PAGE if args.output is None else args.output
     if not name:
         raise UsageError(f"--out is empty; name a file or a folder, or leave it out for {PAGE}")
     out = _Out(Path(name), name.endswith(("/", os.sep)) or Path(name).is_dir())

@@ -116,13 +116,15 @@ DEFAULTS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the verb."""
-    parser.epilog = "A run found in the folder is continued. Curves are drawn to OUT/curves.png."
+    parser.epilog = "A run found in the folder is continued. Curves are drawn to FOLDER/curves.png."
     parser.add_argument(
         "kind", nargs="?", choices=KINDS, default=None, metavar="KIND",
         help="sdar: a block-diffusion model of word problems (the default); ar: a causal one, a "
         "target for drafters; dflash: a drafter for --target; diffusion_gemma: canvases of sums",
     )  # fmt: skip
-    parser.add_argument("--out", required=True, metavar="OUT", help="folder of the run")
+    parser.add_argument(
+        "--output", "--out", required=True, metavar="FOLDER", help="folder of the run"
+    )
     for flag, kind, kinds, summary in OPTIONS:
         only = "" if kinds == _ALL else f"{', '.join(kinds)}; "
         parser.add_argument(
@@ -152,10 +154,14 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     from dllm_jax.training.run_folder import latest_step
 
     def tell() -> str:
-        step = latest_step(args.out)
+        step = latest_step(args.output)
         if step is None:
-            return f"interrupted; {args.out} holds no checkpoint yet; the same command begins anew"
-        return f"interrupted; {args.out} holds step {step}; the same command continues from there"
+            return (
+                f"interrupted; {args.output} holds no checkpoint yet; the same command begins anew"
+            )
+        return (
+            f"interrupted; {args.output} holds step {step}; the same command continues from there"
+        )
 
     @contextlib.contextmanager
     def held() -> Iterator[None]:
@@ -165,5 +171,5 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
 
     stop.tell = tell
     stop.forced = ()  # a checkpoint may take longer than the usual grace
-    main(kind, args.out, given, held=held)
+    main(kind, args.output, given, held=held)
     return 0

@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             AS_JSON,
             OUTPUT,
             flag(
-                "--out FILE",
+                "--write-config FILE",
                 "write the winner to FILE, for --strategy-config of any verb (default: no file)",
             ),
             PLOT,
@@ -84,9 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Race, check the winner, print the table or the object."""
     stop.forced = ALL
-    for name in ("output", "out", "plot"):
+    for name in ("output", "write_config", "plot"):
         if getattr(args, name) is not None:
-            check_output(getattr(args, name), f"--{name}")
+            check_output(getattr(args, name), f"--{name.replace('_', '-')}")
     check_plot(args)
     choices = strategies.load_several(args.strategy or ("multi_bd",), strategies.given_fields(args))
     model, sets = load_with_problems(args, PROBLEMS, HALVES[:1])
@@ -102,8 +102,10 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     if args.output is not None:
         Path(args.output).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         stored.finish()
-    if args.out is not None:
-        Path(args.out).write_text(json.dumps(_tuned(facts), indent=1) + "\n", encoding="utf-8")
+    if args.write_config is not None:
+        Path(args.write_config).write_text(
+            json.dumps(_tuned(facts), indent=1) + "\n", encoding="utf-8"
+        )
     if args.plot is not None:
         from dllm_jax.tasks.plot import draw_race
 

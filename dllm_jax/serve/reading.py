@@ -9,8 +9,10 @@ from dllm_jax.serve.generating import chat_ids
 from dllm_jax.serve.refusals import Refusal
 from dllm_jax.serve.service import Service
 from dllm_jax.serve.text import MOST_CHARS
+from dllm_jax.tasks.examples import ABOUT, QUESTIONS
 
 MOST_IDS = 1 << 16  # that /detokenize takes of a text which no context holds
+_KNOWS = {"about": ABOUT, "examples": list(QUESTIONS)}
 _CREATED = int(time.time())
 
 
@@ -48,6 +50,7 @@ def _entry(service: Service) -> dict[str, Any]:
             "thresholds": thresholds,
             "chat": text.chats,
             "infill": facts.infill,
+            **(_KNOWS if facts.source.startswith("builtin:") else {}),
         },
     }
 

@@ -2,6 +2,8 @@
 
 import argparse
 import shlex
+import shutil
+import subprocess
 
 import pytest
 
@@ -114,3 +116,38 @@ def test_a_negative_overhead_is_said_in_words():
     """Item 10: the bare loop can be slower by chance."""
     assert bench._overhead(0.0123) == "host overhead 1.2%"
     assert "-" not in bench._overhead(-0.993)
+
+
+def test_the_command_alone_prints_its_help(capsys):
+    """Issue 50."""
+    assert entry.main([]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"\n    {verb}" in printed for verb in entry.VERBS)
+
+
+@pytest.mark.parametrize("verb", entry.VERBS)
+def test_an_output_has_one_name_in_every_verb(verb):
+    """Issue 50: --output, or --out for short."""
+    parser = children(entry.build_parser(verb))[verb]
+    for each in (parser, *children(parser).values()):
+        for action in each._actions:
+            if {"--out", "--output"} & {*action.option_strings}:
+                assert action.option_strings == ["--output", "--out"]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_the_shell_completes_verbs_flags_and_choices(capsys):
+    """Issue 50: the printed script, run by bash."""
+    assert entry.main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    asked = {
+        ("dllm-jax", "ge"): "generate",
+        ("dllm-jax", "generate", "--accept"): "--accept-threshold",
+        ("dllm-jax", "serve", "--log-format", "js"): "json",
+    }
+    for words in asked:
+        line = " ".join(shlex.quote(word) for word in words)
+        script += f"\nCOMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; COMPREPLY=()\n"
+        script += f"_shtab_dllm_jax dllm-jax {words[-1]} {words[-2]}; echo got ${{COMPREPLY[0]}}\n"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"got {expected}" for expected in asked.values()]

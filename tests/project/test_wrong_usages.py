@@ -94,6 +94,7 @@ NEEDED = {
     "replay": ["path"],
     "train": ["--out", "run"],
     "bench": ["throughput"],
+    "completion": ["bash"],
 }
 
 
@@ -145,7 +146,7 @@ def test_every_flag_refuses_what_is_no_value_of_it(verb, every, capsys):
         [verb, *NEEDED.get(verb, []), "--no-such-flag=1"],
         [verb, *["word"] * 9],
     ]
-    least = {"inspect": 3, "info": 3, "convert": 10, "replay": 20}.get(verb, 40)
+    least = {"inspect": 3, "info": 3, "completion": 3, "convert": 10, "replay": 20}.get(verb, 40)
     assert all_wrong(usages, capsys) >= (least if every else 3)
 
 
@@ -220,7 +221,7 @@ def test_flags_that_do_not_go_together_are_refused(once, capsys):
         for words in TOGETHER.replace("\n", "|").split("|")
         if words.strip()
     ]
-    usages += [[], ["none"], ["tune"], ["generat"], ["generate", ""], ["bench"], ["bench", "none"]]
+    usages += [["none"], ["tune"], ["generat"], ["generate", ""], ["bench"], ["bench", "none"]]
     assert all_wrong(usages, capsys) >= 40
 
 

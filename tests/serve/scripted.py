@@ -128,7 +128,7 @@ def make(settings, progress):
         print("a line of the engine's own", file=sys.stderr)
         raise ValueError("the script does not start; mend it")
     facts = Facts(
-        source="scripted",
+        source="builtin:scripted",
         family="sdar",
         strategy="multi_bd",
         block_size=4,

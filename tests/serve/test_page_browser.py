@@ -10,6 +10,7 @@ import subprocess
 
 import pytest
 
+from dllm_jax.tasks.examples import QUESTIONS
 from tests.serve import browser as browsing
 from tests.serve import scripted as script
 from tests.serve.driving import gone, scripted, within
@@ -85,6 +86,19 @@ def test_a_text_is_asked_for_watched_and_stepped_through_by_keys(tab, server):
     tab.wait("picked.isFollowing && picked.shown > 0")
     tab.press("Escape", "/")
     assert tab.run("document.activeElement.id") == "prompt"
+    assert tab.problems == []
+
+
+def test_the_empty_page_says_what_the_model_knows_and_asks_its_examples(tab, server):
+    """Issue 50."""
+    visit(tab, server)
+    assert "solves word problems" in tab.run("document.getElementById('about').textContent")
+    texts = tab.run("[...document.querySelectorAll('#examples button')].map(b => b.textContent)")
+    assert texts == list(QUESTIONS)
+    tab.run("document.querySelector('#examples button').click()")
+    tab.wait(IDLE)
+    assert tab.run("picked.run.turns[0].content") == texts[0]
+    assert tab.run("document.getElementById('empty').hidden")
     assert tab.problems == []
 
 

@@ -278,5 +278,11 @@ def test_problems_and_a_strategy_of_the_user_are_swept_and_drawn(
     (row,) = facts["halves"]["p.jsonl"]["problems"]
     assert list(row["outputs"]) == list(facts["strategies"])
     drawn = (tmp_path / "out.svg").read_text()
-    for text in ("tokens per forward", "accuracy (%, 95", "Up and right is better", ">0.5<", ">0.9<"):
+    for text in (
+        "tokens per forward",
+        "accuracy (%, 95",
+        "Up and right is better",
+        ">0.5<",
+        ">0.9<",
+    ):
         assert text in drawn

@@ -165,7 +165,7 @@ def test_command_writes_what_every_verb_reads(random_folder, capsys, monkeypatch
     argv = ["tune", "--model", str(random_folder), "--half", "plain", "--problems", "10"]
     argv += ["--max-tokens", "8", "--batch-size", "4", "--block-size", "8"]
     argv += ["--grid", "accept_threshold=0.1:0.9:2", "--margin", "50"]
-    argv += ["--output", str(out), "--plot", str(plot), "--out", str(tuned)]
+    argv += ["--output", str(out), "--plot", str(plot), "--write-config", str(tuned)]
     assert main(argv) == 0
     facts = json.loads(out.read_text())
     labels = ["multi_bd,accept_threshold=0.1", "multi_bd,accept_threshold=0.9"]

@@ -21,6 +21,7 @@ import pytest
 from dllm_jax.cli import main
 from dllm_jax.trace.page import page_facts, render_page
 from dllm_jax.trace.trajectory import Step, Trajectory, Window
+from tests.serve import browser
 
 ASSETS = {
     kind: (resources.files("dllm_jax.trace") / f"page.{kind}").read_text(encoding="utf-8")
@@ -107,9 +108,9 @@ def test_prompt_is_open():
     assert '<details id="prompt-box" open>' in page_of(FAST)
 
 
-def test_legend_is_above_the_blocks():
+def test_the_blocks_are_above_the_legend():
     page = ASSETS["html"]
-    assert page.index('id="prompt-box"') < page.index('id="legend"') < page.index('class="board"')
+    assert page.index('id="prompt-box"') < page.index('class="board"') < page.index('id="legend"')
 
 
 def test_forward_and_window_have_one_line_each():
@@ -313,6 +314,24 @@ def browse(tmp_path):
 
 
 TEXT = " one two three four five."
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
+def test_the_window_is_seen_when_the_page_opens(tmp_path, width, height):
+    """Issue 50: a row of its cells at least, on a laptop and on a phone, without scrolling."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed")
+    (tmp_path / "page.html").write_text(page_of(FAST), encoding="utf-8")
+    tab = browser.Browser(tmp_path / "profile")
+    try:
+        tab.look(width, height)
+        tab.open((tmp_path / "page.html").as_uri())
+        place = "document.querySelector('.block.window .cell').getBoundingClientRect().bottom"
+        assert tab.run(f"{place} < document.getElementById('controls').offsetTop")
+        assert not tab.run("document.documentElement.scrollWidth > innerWidth")
+    finally:
+        tab.close()
 
 
 @pytest.mark.slow

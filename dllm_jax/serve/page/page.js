@@ -89,7 +89,9 @@ async function loadModel() {
   const answer = await call("v1/models");
   if (!answer.ok) return;
   [model] = (await answer.json()).data;
-  const { strategy, block_size, window, chat, infill, thresholds } = model.dllm;
+  const { strategy, block_size, window, chat, infill, thresholds, about, examples } = model.dllm;
+  byId("about").textContent = about || "";
+  byId("examples").replaceChildren(...(chat && examples || []).map(makeExample));
   byId("model").textContent = `${model.id} · ${strategy} · block ${block_size} × ${Math.max(1, Math.round(window / block_size))}`;
   document.title = `dllm_jax · ${model.id}`;
   byId("most").value = Math.min(512, Math.floor(model.max_model_len / 2));
@@ -100,6 +102,17 @@ async function loadModel() {
   byId("beside").disabled = !("accept_threshold" in thresholds);
   byId("thresholds").replaceChildren(...Object.entries(thresholds).map(makeThreshold));
   showMode();
+}
+
+function makeExample(text) {
+  const button = make("button", { type: "button" }, text);
+  button.addEventListener("click", () => {
+    settings.elements.mode.value = "chat";
+    showMode();
+    prompt.value = text;
+    send();
+  });
+  return button;
 }
 
 // --- settings of the next message ----------------------------------------------------------------
