@@ -40,16 +40,7 @@ Attend = Callable[[int, Array, Array, Array], Array]
 FeedForward = Callable[..., Any]
 
 # Every operation in plain XLA: for training, and for the truth.
-PLAIN = LayerOps(
-    add_rms_norm="xla",
-    qkv_matmul="xla",
-    rotate_qkv="xla",
-    split_matmul="xla",
-    gated_matmul="xla",
-    norm_rotate="xla",
-    sandwich_norm="xla",
-    choose_experts="xla",
-)
+PLAIN = LayerOps.by("xla")
 
 INIT_STD = 0.02  # Qwen3's initializer_range
 

@@ -46,14 +46,7 @@ from dllm_jax.strategies.core.state import ERROR, NO_TOKEN, RUNNING, DecodeState
 
 TARGET = "target"  # name of the main model's pool
 # Back ends whose rounding of a row does not follow the number of rows, and never another.
-ONE_ROUNDING = LayerOps(
-    add_rms_norm="mosaic",
-    qkv_matmul="mosaic",
-    rotate_qkv="mosaic",
-    split_matmul="mosaic",
-    gated_matmul="mosaic",
-    one_rounding=True,
-)
+ONE_ROUNDING = LayerOps.by("mosaic", one_rounding=True)
 MOST_GATHERED = 256 << 20  # bytes of logits; a step gathers none but for rejection sampling
 
 

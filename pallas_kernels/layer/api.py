@@ -82,6 +82,14 @@ class LayerOps:
     attends_in_groups: bool = False
     one_rounding: bool = False
 
+    @classmethod
+    def by(cls, implementation: Literal["xla", "mosaic"], one_rounding: bool = False) -> "LayerOps":
+        """Each operation by the same back end."""
+        others = ("axis", "attends_in_groups", "one_rounding")
+        names = [field.name for field in dataclasses.fields(cls) if field.name not in others]
+        every: dict[str, Any] = dict.fromkeys(names, implementation)
+        return cls(one_rounding=one_rounding, **every)
+
 
 def add_rms_norm(
     x: Float[Array, "*M D"],
