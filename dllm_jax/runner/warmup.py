@@ -74,10 +74,9 @@ def every_program(layout: EngineLayout, saved_size: int) -> list[Work]:
         fold=0,
     )
     saved = np.zeros((saved_size,), np.int32)
-    work += [
-        Work("admit", lambda runner: runner.admit_call([(0, empty, False)])),
-        Work("restore", lambda runner: runner.restore_call(0, empty, saved, ())),
-    ]
+    work.append(Work("admit", lambda runner: runner.admit_call([(0, empty, False)])))
+    if not layout.starts_over:
+        work.append(Work("restore", lambda runner: runner.restore_call(0, empty, saved, ())))
     # A prompt that sees tokens in order and keeps the row before it leaves a token to compute.
     if not (layout.is_token_causal and layout.compute_at_least):
         work.append(Work("begin", lambda runner: runner.begin_call(0)))

@@ -266,7 +266,7 @@ def test_trunk_of_mosaic_kernels_is_the_trunk(monkeypatch):
     for name in ("add_rms_norm", "split_matmul", "gated_matmul"):
 
         def run(call, *args, **how):
-            ran.append((call.__name__, how["tiling"].splits if how else None))
+            ran.append((call.__name__, how["tiling"].splits if "tiling" in how else None))
             return call(*args, **how, interpret=plgpu.InterpretGPUParams())
 
         monkeypatch.setattr(mosaic, name, functools.partial(run, getattr(mosaic, name)))

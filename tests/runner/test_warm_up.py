@@ -238,6 +238,8 @@ def test_every_size_of_every_program_is_listed_once_largest_first():
     largest = [one.name for one in warmup.largest_programs(layout())]
     assert largest == ["decode 3 slots, 8 pages", "prefill 8 tokens, 8 pages, blocks"]
     assert names[:2] == largest, "what takes longest begins first"
+    anew = warmup.every_program(layout(STRATEGY.replace(needs=Needs(soft_commits=True))), 5)
+    assert [one.name for one in anew[-2:]] == ["admit", "begin"], "nothing is restored"
 
 
 @pytest.mark.parametrize(
