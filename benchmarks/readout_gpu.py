@@ -32,7 +32,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dllm_jax.kernels.token_readout import mosaic, reference, triton
 from dllm_jax.kernels.token_readout.result import Part, joined, measured
+from dllm_jax.strategies.core.protocol import Readout
 from dllm_jax.strategies.core.sampling import token_stats
+from dllm_jax.strategies.core.state import Sampling
 
 BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12  # one H200: copy, dense bfloat16
 NUM_HEADS = 2
@@ -117,10 +119,7 @@ def two_passes(hidden, head):
         jax.lax.dot_general(
             hidden, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         ),
-        temperature=jnp.zeros((R,), jnp.float32),
-        top_k=jnp.zeros((R,), jnp.int32),
-        top_p=jnp.ones((R,), jnp.float32),
-        keys=None,
+        Readout(sampling=Sampling.greedy(R)),
         restrict=lambda x: jnp.where(forbidden_ids(len(head))[None], -jnp.inf, x),
     )
     return stats.token, stats.confidence, stats.entropy

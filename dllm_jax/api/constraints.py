@@ -21,7 +21,6 @@ from dllm_jax.engine.checks import Refused
 from dllm_jax.engine.requests import Request
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import grammars
-from dllm_jax.runner.forward import ModelForward
 from dllm_jax.structured.limits import too_large
 from dllm_jax.structured.worker import Worker
 
@@ -179,7 +178,7 @@ class Constraints:
     def _never(self) -> np.ndarray:
         """Ids that the model is never read for."""
         ids = np.arange(self._model.config.vocab_size)
-        return np.flatnonzero(ModelForward(self._model).forbidden(ids))
+        return np.flatnonzero(self._model.forbidden(ids))
 
     def _check(self) -> None:
         """Refuse a model or a strategy that takes no constraint."""

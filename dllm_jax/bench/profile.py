@@ -24,7 +24,8 @@ SOURCES = (
     ("kernels/expert_ffn/", "experts"),
     ("kernels/token_readout/", "readout"),
     ("dllm_jax/runner/readout.py", "readout"),
-    ("dllm_jax/runner/expectation.py", "readout"),
+    ("dllm_jax/runner/grammar_readout.py", "readout"),
+    ("dllm_jax/runner/chunks.py", "readout"),
     ("kernels/kv_write/", "cache"),
     ("dllm_jax/runner/cache.py", "cache"),
 )

@@ -7,7 +7,7 @@ returns a `WindowOutput`, from which predictions and the deferred store are take
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,30 +19,25 @@ from dllm_jax.kernels.kv_write import fp8
 from dllm_jax.kernels.layer import LayerOps
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
 from dllm_jax.loading.model import Model
-from dllm_jax.models.head import Head, Unembed
+from dllm_jax.models.head import Unembed
 from dllm_jax.models.sharding import first_of, total
 from dllm_jax.runner.cache import page_slots, write_rows
-from dllm_jax.runner.expectation import read_expected
-from dllm_jax.runner.readout import (
-    by_row,
-    is_plain,
-    read_classes,
-    read_ids,
-    read_soft,
-    read_stats,
-    reads_ids,
-)
+from dllm_jax.runner.cells import Cells, first_cells
+from dllm_jax.runner.grammar_readout import read_first, read_planned
+from dllm_jax.runner.readout import Reader, of_rows, read_rows, read_soft, read_stats
 from dllm_jax.strategies.core import blocks, constraint
 from dllm_jax.strategies.core.protocol import (
     Conditioned,
+    ForwardOutput,
     Inputs,
+    Readout,
     Soft,
     Taps,
     TokenMix,
     TokenStats,
 )
 from dllm_jax.strategies.core.sampling import Shard, drawn_law
-from dllm_jax.strategies.core.state import ERROR, NO_TOKEN, RUNNING, DecodeState, Sampling
+from dllm_jax.strategies.core.state import ERROR, RUNNING, DecodeState, Sampling
 
 TARGET = "target"  # name of the main model's pool
 # Back ends whose rounding of a row does not follow the number of rows, and never another.
@@ -111,16 +106,15 @@ class ModelForward:
         live = blocks.live_cells(state) if live is None else live
         edges = _live_edges(jnp.asarray(live).reshape(B, K * S))
         cell = jnp.broadcast_to(jnp.arange(K * S, dtype=jnp.int32), (B, K * S))
-        first: Array | int = 0
+        cells, live = first_cells(live, width)
         if width is not None:
             # Past the narrowed rows nothing is fresh, what is cached there stays visible; rows
             # past the window's end belong to no cell.
-            first, live = _narrowed_cells(live, width)
             edges = edges.at[:, 1].min(edges[:, 0] + width)
             cell = edges[:, :1] + jnp.arange(width, dtype=jnp.int32)[None]
         positions = buffer.start[:, None] + cell
         if isinstance(inputs, Taps):
-            return self._tapped(state, inputs, positions, live, first)
+            return self._tapped(state, inputs, positions, live, cells)
         mask = WindowMask(
             cell=cell,
             start=buffer.start,
@@ -160,7 +154,7 @@ class ModelForward:
                 **how,
             )
 
-        x = self._embed_inputs(state, inputs, first, cell.shape[1])
+        x = self._embed_inputs(state, inputs, cells)
         if mode is not None and not arch.takes_mode:
             raise ValueError(f"{mode=}: this model has one mode; leave mode out")
         mode = _by_row_or_block(0 if mode is None else mode, B)
@@ -179,7 +173,7 @@ class ModelForward:
             self.model.params, self.model.config, x, positions, attend, hidden_layers, **more
         )
         kept = tuple(fresh) if stores else ()
-        return _window_output(self, state, kept, live, rows, taps, first)
+        return self._output(state, kept, live, rows, taps, cells)
 
     def embed(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
         """Embedding rows of ids."""
@@ -204,51 +198,20 @@ class ModelForward:
     ) -> TokenStats:
         """Statistics [B *X] of hidden rows that belong to no cell; see the protocol."""
         *axes, width = hidden.shape
-        sampling = greedy(axes[0]) if sampling is None else sampling
-        keys = None if keys is None else keys.reshape(-1)
-        stats = read_stats(
-            self.unembed,
-            hidden.reshape(-1, width),
-            sampling,
-            keys,
-            forbidden=self.forbidden,
-            shard=self.shard,
-            one_rounding=self.one_rounding,
+        ask = Readout(
+            sampling=Sampling.greedy(axes[0]) if sampling is None else sampling,
+            keys=None if keys is None else keys.reshape(-1),
         )
+        stats = read_stats(self.reader(), hidden.reshape(-1, width), ask)
         seen = None if first_of is None else constraint.view(first_of)
         if seen is not None:
-            stats = self._planned_first(seen, hidden, sampling, keys, stats)
+            stats = read_first(self.reader(), hidden, ask, seen, stats)
         return jax.tree.map(lambda leaf: leaf.reshape(*axes, *leaf.shape[1:]), stats)
 
-    def _planned_first(
-        self,
-        seen: constraint.View,
-        hidden: Float[Array, "B D"],
-        sampling: Sampling,
-        keys: PRNGKeyArray | None,
-        stats: TokenStats,
-    ) -> TokenStats:
-        """Statistics [B] with the tokens that the windows' first cells take in their grammars."""
-        read = read_classes(
-            self.unembed,
-            hidden,
-            seen,
-            sampling,
-            keys,
-            forbidden=self.forbidden,
-            shard=self.shard,
-        )
-        kind = seen.kind.at[:, 0].set(constraint.HOLE)
-        W = kind.shape[1]
-        padded = jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (0, W - 1), (0, 0))), read)
-        first = jnp.broadcast_to((jnp.arange(W) == 0)[None], kind.shape)
-        draw = None
-        if keys is not None:
-            every = jnp.broadcast_to(keys[:, None], kind.shape)
-            draw = constraint.Draw(sampling.temperature > 0, every)
-        planned = constraint.plan(seen.replace(kind=kind), padded, first, draw)
-        token, score = planned.token[:, 0], planned.confidence[:, 0]
-        return _with_plan(stats, token, score, seen.bound, seen.grammar.by_mass)
+    def reader(self, allow: tuple[int, ...] = ()) -> Reader:
+        """How rows become logits; ids in `allow` may be predicted though they are no text."""
+        forbidden = functools.partial(self.model.forbidden, allow=allow)
+        return Reader(self.unembed, forbidden, self.shard, self.one_rounding)
 
     @property
     def unembed(self) -> Callable[[Array], Array]:
@@ -261,17 +224,6 @@ class ModelForward:
             return unembed.head(params, cfg)
         return functools.partial(unembed, params, cfg)
 
-    @property
-    def tied_head(self) -> Head:
-        """The head, if its weights are the embedding's."""
-        head = self.unembed
-        if not isinstance(head, Head) or head.embed_scale is None:
-            raise ValueError(
-                f"model {self.pool!r} has a head that is not its embedding, of which predict reads "
-                "no expectation; use out.soft()"
-            )
-        return head
-
     def drawn_law(
         self, hidden: Float[Array, "B *X D"], sampling: Sampling
     ) -> Float[Array, "B *X V"]:
@@ -279,13 +231,8 @@ class ModelForward:
         *axes, width = hidden.shape
         per_row = math.prod(axes[1:])
         logits = self.whole(self.unembed(hidden.reshape(-1, width)))
-        never = self.forbidden(jnp.arange(logits.shape[-1], dtype=jnp.int32))
-        law = drawn_law(
-            jnp.where(never, -jnp.inf, logits),
-            temperature=jnp.repeat(sampling.temperature, per_row),
-            top_k=jnp.repeat(sampling.top_k, per_row),
-            top_p=jnp.repeat(sampling.top_p, per_row),
-        )
+        never = self.model.forbidden(jnp.arange(logits.shape[-1], dtype=jnp.int32))
+        law = drawn_law(jnp.where(never, -jnp.inf, logits), sampling.of_rows(per_row))
         return law.reshape(*axes, law.shape[-1])
 
     def whole(self, logits: Float[Array, "... V"]) -> Float[Array, "... V"]:
@@ -301,22 +248,11 @@ class ModelForward:
         rows = jnp.moveaxis(self.shard.of_all(rows), 0, 1).reshape(len(rows), -1)
         return rows[:, : self.vocab_size].reshape(*logits.shape[:-1], self.vocab_size)
 
-    def forbidden(self, ids: Any, allow: tuple[int, ...] = ()) -> Any:
-        """Ids never predicted; see `Model.forbidden`."""
-        return self.model.forbidden(ids, allow)
-
-    def _embed_inputs(
-        self, state: DecodeState, inputs: Any, first: Int[Array, " B"] | int, size: int
-    ) -> Float[Array, "B T D"]:
-        """Input rows of the `size` cells from `first` on."""
+    def _embed_inputs(self, state: DecodeState, inputs: Any, cells: Cells) -> Float[Array, "B T D"]:
+        """Input rows of some cells."""
         buffer = state.buffer
-        B, K, S = buffer.tokens.shape
-
-        def narrow(cells: Array) -> Array:
-            return _narrowed(cells.reshape(B, K * S, *cells.shape[3:]), first, size)
-
         if isinstance(inputs, Conditioned):
-            return self._conditioned(*map(narrow, (inputs.ids, inputs.expected, inputs.on)))
+            return self._conditioned(*map(cells.narrow, (inputs.ids, inputs.expected, inputs.on)))
         if inputs is None:
             inputs = jnp.where(buffer.filled, buffer.tokens, max(self.mask_id, 0))
         if isinstance(inputs, TokenMix):
@@ -327,7 +263,7 @@ class ModelForward:
             rows = jnp.where(inputs.on[..., None], inputs.vectors.astype(hard.dtype), hard)
         else:
             rows = self.embed(jnp.asarray(inputs))
-        return narrow(rows)
+        return cells.narrow(rows)
 
     def _conditioned(
         self, ids: Int[Array, "B T"], expected: Float[Array, "B T D"], on: Bool[Array, "B T"]
@@ -363,15 +299,40 @@ class ModelForward:
         taps: Taps,
         positions: Int[Array, "B T"],
         live: Bool[Array, "B K S"] | np.ndarray,
-        first: Int[Array, " B"] | int,
+        cells: Cells,
     ) -> "WindowOutput":
-        arch, B = self.model.arch, positions.shape[0]
+        arch = self.model.arch
         if arch.context_kv is None:
             raise ValueError(f"model {self.pool!r} takes no tapped features; give it token inputs")
-        vectors = taps.vectors.reshape(B, -1, taps.vectors.shape[-1])
-        vectors = _narrowed(vectors, first, positions.shape[1])
+        vectors = cells.narrow(taps.vectors)
         fresh = arch.context_kv(self.model.params, self.model.config, vectors, positions)
-        return _window_output(self, state, tuple(fresh), live, vectors, (), first)
+        return self._output(state, tuple(fresh), live, vectors, (), cells)
+
+    def _output(
+        self,
+        state: DecodeState,
+        fresh: tuple[tuple[Array, Array], ...],
+        live: Bool[Array, "B K S"] | np.ndarray,
+        rows: Float[Array, "B T D"],
+        taps: tuple[Float[Array, "B T D"], ...],
+        cells: Cells,
+    ) -> "WindowOutput":
+        """Computed rows as rows of the window; a narrow pass fills its cells."""
+        rows, taps, fresh = cells.widen((rows, taps, fresh))
+
+        def as_cells(leaf: Array) -> Array:
+            return leaf.reshape(*live.shape, -1)
+
+        return WindowOutput(
+            hidden=as_cells(rows),
+            taps=tuple(as_cells(tap) for tap in taps),
+            fresh=fresh,
+            live=live,
+            positions=state.buffer.positions,
+            boundary=state.boundary,
+            forward=self,
+            seen=constraint.view(state),
+        )
 
 
 def _by_row_or_block(value: Any, num_rows: int) -> Array:
@@ -380,80 +341,7 @@ def _by_row_or_block(value: Any, num_rows: int) -> Array:
     return value if value.ndim > 1 else jnp.broadcast_to(value, (num_rows,))
 
 
-def _narrowed_cells(
-    where: Bool[Array, "B K S"] | np.ndarray, width: int
-) -> tuple[Int[Array, " B"] | int, Bool[Array, "B K S"] | np.ndarray]:
-    """The first of the cells `where`, and those less than `width` behind it.
-
-    If they are known while tracing and the same in all rows, both results are NumPy's. Narrowing is
-    then a slice and widening a pad, which XLA fuses.
-    """
-    flat = where.reshape(len(where), -1)
-    cell = np.arange(flat.shape[1], dtype=np.int32)[None]
-    if isinstance(flat, np.ndarray) and (flat == flat[:1]).all() and flat[0].sum() >= width:
-        start = int(flat[0].argmax())
-        return start, (flat & (cell < start + width)).reshape(where.shape)
-    first = jnp.argmax(flat, axis=1).astype(jnp.int32)
-    return first, (flat & (cell < first[:, None] + width)).reshape(where.shape)
-
-
-def _narrowed(rows: Float[Array, "B W ..."], first: Int[Array, " B"] | int, width: int) -> Array:
-    """The rows of so many cells from `first` on; any row for those past the window."""
-    if isinstance(first, int):
-        return rows if width == rows.shape[1] else rows[:, first : first + width]
-    cell = first[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-    cell = jnp.minimum(cell, rows.shape[1] - 1)
-    if rows.ndim == 2:  # keys, say
-        return rows[jnp.arange(len(rows))[:, None], cell]
-    return jnp.take_along_axis(rows, cell[:, :, None], axis=1)
-
-
-def _widened(rows: Array, first: Int[Array, " B"] | int, size: int) -> Array:
-    """Rows [B T ...] of the cells from `first` on as [B size ...], zero elsewhere.
-
-    A gather, which XLA fuses with its reader; a scatter would be a kernel and a fill of its own.
-    """
-    if isinstance(first, int):
-        behind = size - first - rows.shape[1]
-        if size == rows.shape[1]:
-            return rows
-        return jnp.pad(rows, ((0, 0), (first, behind), *((0, 0),) * (rows.ndim - 2)))
-    place = jnp.arange(size, dtype=jnp.int32)[None] - first[:, None]
-    place = place.reshape(*place.shape, *(1,) * (rows.ndim - 2))
-    held = (place >= 0) & (place < rows.shape[1])
-    place = jnp.clip(place, 0, rows.shape[1] - 1)
-    return jnp.where(held, jnp.take_along_axis(rows, place, axis=1), jnp.zeros((), rows.dtype))
-
-
-def _window_output(
-    forward: ModelForward,
-    state: DecodeState,
-    fresh: tuple[tuple[Array, Array], ...],
-    live: Bool[Array, "B K S"] | np.ndarray,
-    rows: Float[Array, "B T D"],
-    taps: tuple[Float[Array, "B T D"], ...],
-    first: Int[Array, " B"] | int,
-) -> "WindowOutput":
-    """Computed rows as rows of the window; a narrow pass fills the cells from `first` on."""
-    B, K, S = live.shape
-    rows, taps, fresh = jax.tree.map(lambda leaf: _widened(leaf, first, K * S), (rows, taps, fresh))
-
-    def as_cells(leaf: Array) -> Array:
-        return leaf.reshape(B, K, S, -1)
-
-    return WindowOutput(
-        hidden=as_cells(rows),
-        taps=tuple(as_cells(tap) for tap in taps),
-        fresh=fresh,
-        live=live,
-        positions=state.buffer.positions,
-        boundary=state.boundary,
-        forward=forward,
-        seen=constraint.view(state),
-    )
-
-
-class WindowOutput(struct.PyTreeNode):
+class WindowOutput(struct.PyTreeNode, ForwardOutput):
     """See `dllm_jax.strategies.core.protocol.ForwardOutput`.
 
     All leaves have the shape of the window, whatever the width of the pass, so that passes of
@@ -469,147 +357,20 @@ class WindowOutput(struct.PyTreeNode):
     forward: ModelForward = struct.field(pytree_node=False)
     seen: constraint.View | None = None
 
-    def predict(
-        self,
-        where: Bool[Array, "B K S"] | np.ndarray | None = None,
-        sampling: Sampling | None = None,
-        keys: PRNGKeyArray | None = None,
-        confidence: Literal["drawn", "raw"] = "drawn",
-        penalty: tuple[Int[Array, "B K S"], Float[Array, "B K S"]] | None = None,
-        num_top: int = 0,
-        guide: tuple[Any, float] | None = None,
-        width: int | None = None,
-        soft: bool = False,
-        fixed: Bool[Array, "B K S"] | None = None,
-        behind: Int[Array, "B K S"] | None = None,
-        allow: tuple[int, ...] = (),
-    ) -> TokenStats:
-        """Statistics aligned with the cells; see the protocol."""
-        B, K, S = self.live.shape
-        where = self._predicted() if where is None else where & self._predicted()
-        first: Array | int = 0
-        if width is not None:
-            first, where = _narrowed_cells(where, width)
-        T = K * S if width is None else width
-
-        def read(leaf: Array) -> Array:
-            """The values of the cells that are read out, flattened."""
-            flat = leaf.reshape(B, K * S, *leaf.shape[3:])
-            return _narrowed(flat, first, T).reshape(B * T, *flat.shape[2:])
-
-        rows = read(self._aligned())
-        sampling = greedy(B) if sampling is None else sampling
-        cell_keys, keys = keys, None if keys is None else read(keys)
-        forbidden = functools.partial(self.forward.forbidden, allow=allow)
-        if penalty is not None:
-            penalty = read(penalty[0]), read(penalty[1])
-        of_rows = {
-            "forbidden": forbidden,
-            "penalty": penalty,
-            "confidence": confidence,
-            "guide": None if guide is None else (read(guide[0]._aligned()), guide[1]),
-            "shard": self.forward.shard,
-        }
-        unembed = self.forward.unembed
-
-        def as_cells(leaf: Array) -> Array:
-            rows = leaf.reshape(B, T, *leaf.shape[1:])
-            return _widened(rows, first, K * S).reshape(B, K, S, *leaf.shape[1:])
-
-        def widened(leaves: Any) -> Any:
-            return jax.tree.map(lambda leaf: _widened(leaf, first, K * S), leaves)
-
-        seen = self.seen
-        wanted: Any = where
-        if seen is not None:
-            wanted = jnp.broadcast_to(where, (B, K, S)).reshape(B, K * S)
-            if fixed is not None:
-                is_free = (seen.kind == constraint.KNOWN) & ~fixed.reshape(B, K * S)
-                seen = seen.replace(kind=jnp.where(is_free, constraint.HOLE, seen.kind))
-
-        def planned(
-            seen: constraint.View, keys: Array | None, cell_keys: Array | None
-        ) -> constraint.Plan:
-            classes = widened(read_classes(unembed, rows, seen, sampling, keys, **of_rows))
-            draw = None
-            if cell_keys is not None:
-                draw = constraint.Draw(sampling.temperature > 0, cell_keys.reshape(B, K * S))
-            if behind is None:
-                return constraint.plan(seen, classes, wanted, draw)
-            return constraint.plan_each(seen, classes, wanted, behind.reshape(B, K * S), draw)
-
-        def in_one_pass(
-            seen: constraint.View,
-        ) -> tuple[TokenStats, constraint.Plan, constraint.Plan]:
-            """Both by kernels; also the plan of tokens that are not drawn."""
-            how = {"forbidden": forbidden, "penalty": penalty, "num_top": num_top}
-            head = cast(Head, unembed)
-
-            def alike() -> tuple[TokenStats, constraint.Plan]:
-                stats, ids = read_ids(head, rows, seen.grammar, **how)
-                return stats, constraint.plan_of_ids(seen, widened(ids), wanted)
-
-            # A slot's path must not depend on its neighbours: each has its own way in both.
-            plain = is_plain(sampling)
-            mine = plain & ~(seen.bound & seen.grammar.by_mass)
-
-            def mixed() -> tuple[TokenStats, constraint.Plan, constraint.Plan]:
-                stats, likeliest = alike()
-                drawn = read_stats(
-                    lambda rows: head(rows), rows, sampling, keys, num_top=num_top, **of_rows
-                )
-                stats = by_row(jnp.repeat(plain, T), stats, drawn)
-                others = seen.replace(bound=seen.bound & ~mine)
-                plan = by_row(mine, likeliest, planned(others, keys, cell_keys))
-                return stats, plan, likeliest
-
-            def one() -> tuple[TokenStats, constraint.Plan, constraint.Plan]:
-                stats, plan = alike()
-                return stats, plan, plan
-
-            return jax.lax.cond(jnp.all(mine), one, mixed)
-
-        plan = likeliest = None
-        if soft:
-            if penalty is not None or guide is not None or confidence != "drawn" or num_top > 1:
-                raise ValueError(
-                    "soft=True reads the law drawn from and its likeliest token alone; leave "
-                    "penalty, guide, confidence and num_top above 1 out"
-                )
-            head = self.forward.tied_head
-            how = {"forbidden": forbidden, "num_top": num_top, "shard": self.forward.shard}
-            stats = read_expected(head, rows, sampling, keys, **how)
-        elif (
-            seen is None
-            or behind is not None
-            or guide is not None
-            or self.forward.shard is not None
-            or not reads_ids(unembed, rows, num_top)
-        ):
-            how = of_rows | {"num_top": num_top, "one_rounding": self.forward.one_rounding}
-            stats = read_stats(unembed, rows, sampling, keys, **how)
+    def read(self, ask: Readout) -> TokenStats:
+        """Statistics aligned with the cells; see `predict` of the protocol."""
+        predicted = self._predicted()
+        where = predicted if ask.where is None else ask.where & predicted
+        cells, where = first_cells(where, ask.width)
+        sampling = Sampling.greedy(len(where)) if ask.sampling is None else ask.sampling
+        guide = None if ask.guide is None else (ask.guide[0]._aligned(), ask.guide[1])
+        ask = ask.replace(where=where, sampling=sampling, guide=guide)
+        reader, rows = self.forward.reader(ask.allow), cells.rows(self._aligned())
+        if self.seen is None:
+            stats = cells.scatter(read_rows(reader, rows, of_rows(ask, cells)))
         else:
-            stats, plan, likeliest = in_one_pass(seen)
-        stats = jax.tree.map(as_cells, stats)
-        expected = stats.soft
-        if seen is not None:
-            plan = planned(seen, keys, cell_keys) if plan is None else plan
-            bound = seen.bound[:, None, None]
-            if fixed is not None and num_top:
-                likeliest = planned(seen, None, None) if likeliest is None else likeliest
-                likeliest = likeliest.token.reshape(B, K, S)
-                takes = bound & (likeliest >= 0) & (stats.token != NO_TOKEN)
-                top = jnp.where(takes, likeliest, stats.top_ids[..., 0])
-                stats = stats.replace(top_ids=stats.top_ids.at[..., 0].set(top))
-            token, score = plan.token.reshape(B, K, S), plan.confidence.reshape(B, K, S)
-            by_mass = seen.grammar.by_mass[:, None, None]
-            stats = _with_plan(stats, token, score, bound, by_mass)
-        return stats.replace(
-            token=jnp.where(where, stats.token, 0),
-            confidence=jnp.where(where, stats.confidence, -jnp.inf),
-            entropy=jnp.where(where, stats.entropy, jnp.inf),
-            soft=None if expected is None else jnp.where(where[..., None], expected, 0.0),
-        )
+            stats = read_planned(reader, rows, ask, cells, self.seen)
+        return stats.only(where)
 
     def soft(self, temperature: float | Float[Array, "B 1 1"] = 1.0) -> Float[Array, "B K S D"]:
         """Expected embedding under the tempered law of each cell."""
@@ -618,14 +379,8 @@ class WindowOutput(struct.PyTreeNode):
         per_cell = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (B, K, S)).reshape(-1)
         size = forward.vocab_size if forward.shard is None else len(forward.model.params["embed"])
         every = forward._own_rows(jnp.arange(size, dtype=jnp.int32))
-        rows = read_soft(
-            forward.unembed,
-            every,
-            self._aligned().reshape(B * K * S, -1),
-            per_cell,
-            forward.forbidden,
-            forward.shard,
-        )
+        hidden = self._aligned().reshape(B * K * S, -1)
+        rows = read_soft(forward.reader(), every, hidden, per_cell)
         return rows.reshape(B, K, S, -1)
 
     def logits(self) -> Float[Array, "B K S V"]:
@@ -694,26 +449,6 @@ class WindowOutput(struct.PyTreeNode):
         xp = np if isinstance(flat, np.ndarray) else jnp
         left = xp.concatenate([xp.ones_like(flat[:, :1]), flat[:, :-1]], axis=1)
         return left.reshape(B, K, S)
-
-
-def _with_plan(
-    stats: TokenStats, token: Array, score: Array, bound: Array, by_mass: Array
-) -> TokenStats:
-    """Statistics with the plan's tokens, where it has one that the readout does not."""
-    takes = bound & (token >= 0) & ((token != stats.token) | by_mass) & (stats.token != NO_TOKEN)
-    return stats.replace(
-        token=jnp.where(takes, token, stats.token),
-        confidence=jnp.where(takes, jnp.exp(score), stats.confidence),
-    )
-
-
-def greedy(num_slots: int) -> Sampling:
-    """Sampling that takes the most probable token."""
-    return Sampling(
-        temperature=jnp.zeros((num_slots,), jnp.float32),
-        top_k=jnp.zeros((num_slots,), jnp.int32),
-        top_p=jnp.ones((num_slots,), jnp.float32),
-    )
 
 
 def _between(cell: Int[Array, "B W"], edges: Int[Array, "B 2"]) -> Bool[Array, "B W"]:

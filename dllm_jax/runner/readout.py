@@ -1,166 +1,140 @@
 """From hidden rows to token statistics, streamed: never a whole [rows, vocabulary] array.
 
-On an NVIDIA GPU, of a network that says what its head is, a kernel reads likeliest tokens off the
-product while it is made (`dllm_jax.kernels.token_readout`); all else is read out in chunks of rows.
+A `Readout` says what is asked of the cells of a window. `of_rows` narrows it to the rows to read,
+`read_rows` reads them, `Cells.scatter` brings the statistics back to the cells. Likeliest tokens
+are read off the product by a kernel where there is one (`dllm_jax.kernels.token_readout`), else
+from the logits of a chunk of rows.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from dllm_jax.kernels.layer import quantize_rows
 from dllm_jax.kernels.token_readout import (
     MOSAIC_ROWS,
+    SHARE,
     TRITON_ROWS,
-    IdClasses,
+    LawReadout,
     choose,
-    choose_with_classes,
-    class_readout,
+    choose_law,
+    is_warm_row,
+    law_readout,
+    of_law,
     token_readout,
 )
+from dllm_jax.kernels.token_readout.head import Fp8Head
 from dllm_jax.models.head import Head
-from dllm_jax.strategies.core.constraint import NO_CLASS, ClassStats, Grammar, IdStats, View
-from dllm_jax.strategies.core.protocol import TokenStats
-from dllm_jax.strategies.core.sampling import (
-    Shard,
-    gumbel,
-    log_law,
-    normaliser,
-    settled,
-    token_stats,
-)
-from dllm_jax.strategies.core.state import Sampling
+from dllm_jax.models.sharding import first_of
+from dllm_jax.runner.cells import Cells
+from dllm_jax.runner.chunks import FEW_ROWS, in_chunks
+from dllm_jax.strategies.core.protocol import Readout, TokenStats
+from dllm_jax.strategies.core.sampling import Shard, drawn_law, normaliser, settled, token_stats
 
-ROWS_AT_ONCE = 512  # float32 logits of one chunk: 311 MB at 152k ids
 ROWS_DRAWN = 128  # of them at once: cuts and noise take several times the memory of the logits
-FEW_ROWS = 64  # read in one chunk; more rows take at least two
+LAW_ROWS = 512  # at once: 537 MB of logits at 262k ids, which an H200 makes in the time of 3 reads
+KERNEL_LAW_ROWS = 1024  # of which a kernel leaves no logits: 537 MB of weights
 
 
-def in_chunks(
-    fn: Callable[[Any], Any], rows: Any, at_once: int = ROWS_AT_ONCE, whole: int = FEW_ROWS
-) -> Any:
-    """`fn` over the leading axis of `rows`, `at_once` at a time and at most half of them.
+class Reader(NamedTuple):
+    """How rows become logits, and which ids count.
 
-    Args:
-        whole: So many rows are one chunk.
-    """
-    total = jax.tree.leaves(rows)[0].shape[0]
-    if total <= whole:
-        return fn(rows)
-    chunks = max(2, -(-total // at_once))
-    size = -(-total // chunks)
-
-    # Places, not slices: XLA copies a slice by itself, and records no loop around such a copy.
-    def places(chunk: Array) -> Array:
-        return chunk * size + jnp.arange(size)
-
-    def one(chunk: Array) -> Any:
-        # Behind the last row is that one again: any row will do, its result is dropped.
-        at = jnp.minimum(places(chunk), total - 1)
-        return fn(jax.tree.map(lambda leaf: leaf[at], rows))
-
-    def put(chunk: Array, found: Any) -> Any:
-        how = {"mode": "drop", "unique_indices": True}
-        at = places(chunk)
-        return jax.tree.map(lambda old, new: old.at[at].set(new, **how), found, one(chunk))
-
-    def zeros(like: Any) -> Array:
-        whole = jnp.zeros((total, *like.shape[1:]), like.dtype)
-        kind = getattr(like, "manual_axis_type", None)  # since jax 0.11
-        axes = kind.varying if kind else getattr(like, "vma", None)
-        return jax.lax.pcast(whole, tuple(axes), to="varying") if axes else whole
-
-    like = jax.eval_shape(one, jax.ShapeDtypeStruct((), jnp.int32))
-    return jax.lax.fori_loop(0, chunks, put, jax.tree.map(zeros, like))
-
-
-def read_stats(
-    unembed: Callable[[Array], Array],
-    hidden: Float[Array, "R D"],
-    sampling: Sampling,
-    keys: PRNGKeyArray | None,
-    *,
-    forbidden: Callable[[Any], Any],
-    penalty: tuple[Int[Array, " R"], Float[Array, " R"]] | None = None,
-    confidence: Literal["drawn", "raw"] = "drawn",
-    num_top: int = 0,
-    guide: tuple[Float[Array, "R D"], float] | None = None,
-    shard: Shard | None = None,
-    one_rounding: bool = False,
-) -> TokenStats:
-    """Statistics of each row under its sampling, leading axis R.
-
-    Args:
+    Attributes:
         unembed: Hidden rows to float32 logits; of a `Head` a kernel may read them.
-        sampling: One value a row, or a slot; a slot's rows are then consecutive.
-        keys: One a row, None where every row is greedy.
         forbidden: Ids, of NumPy or of JAX, to a mask of those never drawn.
-        penalty: An id a row and what its logit loses.
-        guide: Rows to move away from, and how far: see `ForwardOutput.predict`.
         shard: The head is a device's part, among several devices.
         one_rounding: A row's bits do not depend on the number of slots.
     """
-    away, scale = (None, 0.0) if guide is None else guide
+
+    unembed: Callable[[Array], Array]
+    forbidden: Callable[[Any], Any]
+    shard: Shard | None = None
+    one_rounding: bool = False
+
+    def logits(self, hidden: Array, away: Array | None, scale: float) -> Float[Array, "R V"]:
+        """Logits, moved by `scale` from those of `away` if given: `ForwardOutput.predict`."""
+        logits = self.unembed(hidden)
+        if away is None:
+            return logits
+        others = self.unembed(away)
+        return others + (1.0 + scale) * (logits - others)
+
+    def restricted(
+        self, logits: Float[Array, "R V"], penalty: tuple[Array, Array] | None = None
+    ) -> Float[Array, "R V"]:
+        """-inf for forbidden ids; less the penalty of an id a row."""
+        ids = ids_of(logits, self.shard)
+        logits = jnp.where(self.forbidden(ids), -jnp.inf, logits)
+        if penalty is None:
+            return logits
+        return logits - jnp.where(ids[None] == penalty[0][:, None], penalty[1][:, None], 0.0)
+
+
+def of_rows(ask: Readout, cells: Cells) -> Readout:
+    """A readout of a window's cells as that of the rows of some of them."""
+    guide = None if ask.guide is None else (cells.rows(ask.guide[0]), ask.guide[1])
+    keys = None if ask.keys is None else cells.rows(ask.keys)
+    penalty = jax.tree.map(cells.rows, ask.penalty)
+    own = ask.replace(keys=keys, penalty=penalty, guide=guide)
+    return own.replace(where=None, fixed=None, behind=None)
+
+
+def read_rows(reader: Reader, hidden: Float[Array, "R D"], ask: Readout) -> TokenStats:
+    """Statistics of each row, leading axis R."""
+    return read_expected(reader, hidden, ask) if ask.soft else read_stats(reader, hidden, ask)
+
+
+def read_stats(reader: Reader, hidden: Float[Array, "R D"], ask: Readout) -> TokenStats:
+    """Statistics of each row, leading axis R.
+
+    Args:
+        ask: Of rows; its sampling has a value a row or a slot, whose rows are consecutive. Its
+            guide holds rows to move away from.
+    """
+    sampling, shard, unembed = ask.sampling, reader.shard, reader.unembed
+    assert sampling is not None
+    away, scale = (None, 0.0) if ask.guide is None else ask.guide
     of_slot = len(hidden) // len(sampling.temperature)
 
     def one(rows: tuple[Any, ...]) -> TokenStats:
-        hidden, sampling, keys, penalty, away = rows
-        logits = unembed(hidden)
-        if away is not None:
-            others = unembed(away)
-            logits = others + (1.0 + scale) * (logits - others)
-        return in_chunks(drawn, (logits, sampling, keys, penalty), ROWS_DRAWN, ROWS_DRAWN)
+        hidden, ask, away = rows
+        logits = reader.logits(hidden, away, scale)
+        return in_chunks(drawn, (logits, ask), ROWS_DRAWN, ROWS_DRAWN)
 
     def drawn(rows: tuple[Any, ...]) -> TokenStats:
-        logits, sampling, keys, penalty = rows
-
-        def restrict(logits: Array) -> Array:
-            ids = ids_of(logits, shard)
-            logits = jnp.where(forbidden(ids), -jnp.inf, logits)
-            if penalty is None:
-                return logits
-            return logits - jnp.where(ids[None] == penalty[0][:, None], penalty[1][:, None], 0.0)
-
-        return token_stats(
-            logits,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            keys=keys,
-            confidence=confidence,
-            num_top=num_top,
-            restrict=restrict,
-            shard=shard,
-        )
+        logits, ask = rows
+        return token_stats(logits, ask, lambda x: reader.restricted(x, ask.penalty), shard)
 
     def in_rows() -> TokenStats:
         # Build operands inside the branch: the inputs of a `cond` cost launches.
-        each = jax.tree.map(lambda leaf: jnp.repeat(leaf, of_slot), sampling)
+        each = ask.replace(sampling=sampling.of_rows(of_slot), guide=None)
         # Every chunk reads the head again, and a device's part of it has fewer logits a row.
         whole = FEW_ROWS * (1 if shard is None else jax.lax.axis_size(shard.axis))
-        rows = hidden, each, keys, penalty, away
-        if one_rounding:  # a slot at a time
+        rows = hidden, each, away
+        if reader.one_rounding:  # a slot at a time
             return in_chunks(one, rows, of_slot, of_slot)
         return in_chunks(one, rows, whole=whole)
 
     # The kernels tell a whole vocabulary.
-    head = unembed if isinstance(unembed, Head) and guide is None and shard is None else None
+    head = unembed if isinstance(unembed, Head) and away is None and shard is None else None
     if head is None:
         return in_rows()
     at_once = MOSAIC_ROWS  # the most rows of one kernel call
-    implementation = choose(hidden[:at_once], head.weights, num_top)
-    if one_rounding:
+    implementation = choose(hidden[:at_once], head.weights, ask.num_top)
+    if reader.one_rounding:
         implementation = "mosaic"
     elif implementation == "xla":
         at_once = TRITON_ROWS
-        implementation = choose(hidden[:at_once], head.weights, num_top)
+        implementation = choose(hidden[:at_once], head.weights, ask.num_top)
     if implementation == "xla":
         return in_rows()
     # From NumPy ids the mask is a constant of the program.
-    never = forbidden(np.arange(len(head.weights), dtype=np.int32))
+    never = reader.forbidden(np.arange(len(head.weights), dtype=np.int32))
 
     def in_kernel(rows: tuple[Array, tuple[Array, Array] | None]) -> TokenStats:
         hidden, penalty = rows
@@ -171,17 +145,17 @@ def read_stats(
             scale=head.scale,
             cap=head.cap,
             penalty=penalty,
-            num_top=num_top,
+            num_top=ask.num_top,
             implementation=implementation,
         )
         return settled(TokenStats(**read._asdict()))
 
     # Top-k and the nucleus need all logits, and noise is cheaper outside the kernel. A row's path
     # must not depend on its neighbours: rows that are drawn must not change its rounding.
-    plain = is_plain(sampling)
+    plain = sampling.is_plain
 
     def all_plain() -> TokenStats:
-        return in_chunks(in_kernel, (hidden, penalty), at_once, at_once)
+        return in_chunks(in_kernel, (hidden, ask.penalty), at_once, at_once)
 
     def some_drawn() -> TokenStats:
         drawn = in_rows()
@@ -195,218 +169,10 @@ def read_stats(
     return jax.lax.cond(jnp.all(plain), all_plain, some_drawn)
 
 
-def is_plain(sampling: Sampling) -> Array:
-    """Slots that a kernel reads: those that take likeliest tokens of whole laws."""
-    return (sampling.temperature <= 0) & (sampling.top_k <= 0) & (sampling.top_p >= 1.0)
-
-
-def reads_ids(unembed: Any, hidden: Array, num_top: int) -> bool:
-    """Whether `read_ids` is what reads these rows here."""
-    if not isinstance(unembed, Head):
-        return False
-    return choose_with_classes(hidden, unembed.weights, num_top, len(hidden)) != "xla"
-
-
-def read_ids(
-    head: Head,
-    hidden: Float[Array, "R D"],
-    grammar: Grammar,
-    *,
-    forbidden: Callable[[Any], Any],
-    penalty: tuple[Int[Array, " R"], Float[Array, " R"]] | None = None,
-    num_top: int = 0,
-) -> tuple[TokenStats, IdStats]:
-    """Likeliest tokens, leading axis R, and what the rows say of the ids of their slot's grammar.
-
-    Both come from one pass over the head, as `read_stats` of greedy rows.
-    """
-    never = forbidden(np.arange(len(head.weights), dtype=np.int32))
-    classes = IdClasses(**{name: getattr(grammar, name) for name in IdClasses._fields})
-    B = len(classes.codes)
-    T = len(hidden) // B
-
-    def of_slots(rows: Any) -> Any:
-        flat, classes = rows
-        hidden, penalty = jax.tree.map(as_rows, flat)
-        read, ids = class_readout(
-            hidden,
-            head.weights,
-            never,
-            classes,
-            scale=head.scale,
-            cap=head.cap,
-            penalty=penalty,
-            num_top=num_top,
-        )
-        return by_slot((settled(TokenStats(**read._asdict())), IdStats(*ids)))
-
-    def by_slot(rows: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf.reshape(len(leaf) // T, T, *leaf.shape[1:]), rows)
-
-    def as_rows(leaf: Array) -> Array:
-        return leaf.reshape(len(leaf) * T, *leaf.shape[2:])
-
-    at_once = TRITON_ROWS
-    if choose_with_classes(hidden[:MOSAIC_ROWS], head.weights, num_top, T) == "mosaic":
-        at_once = MOSAIC_ROWS
-    slots = max(1, at_once // T)
-    stats, ids = in_chunks(of_slots, (by_slot((hidden, penalty)), classes), slots, slots)
-    return jax.tree.map(as_rows, stats), ids
-
-
 def ids_of(logits: Array, shard: Shard | None) -> Int[Array, " V"]:
     """The ids that logits are of."""
     ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
     return ids if shard is None else shard.first(logits) + ids
-
-
-def read_classes(
-    unembed: Callable[[Array], Array],
-    hidden: Float[Array, "R D"],
-    view: View,
-    sampling: Sampling,
-    keys: PRNGKeyArray | None,
-    *,
-    forbidden: Callable[[Any], Any],
-    penalty: tuple[Int[Array, " R"], Float[Array, " R"]] | None = None,
-    confidence: Literal["drawn", "raw"] = "drawn",
-    guide: tuple[Float[Array, "R D"], float] | None = None,
-    shard: Shard | None = None,
-) -> ClassStats:
-    """What each row says of the classes of its slot's grammar; ties to the lowest id.
-
-    Args:
-        hidden: Rows of slot after slot.
-        view: Slots without a grammar are not read.
-        sampling, keys, penalty, confidence, guide, shard: As of `read_stats`; no top-k, no
-            nucleus.
-    """
-    B, C = view.grammar.lowest.shape
-    away, scale = (None, 0.0) if guide is None else guide
-    T = len(hidden) // B
-
-    def of_slot(leaf: Array) -> Array:
-        return leaf.reshape(B, T, *leaf.shape[1:])
-
-    def one(rows: tuple[Any, ...]) -> ClassStats:
-        (hidden, away, penalty, keys), grammar, temperature, _ = rows
-        logits = unembed(hidden)
-        if away is not None:
-            others = unembed(away)
-            logits = others + (1.0 + scale) * (logits - others)
-        ids = ids_of(logits, shard)
-        own = _own_ids(grammar, ids, shard)
-        if penalty is not None:
-            hit = ids[None] == penalty[0][:, None]
-            logits = logits - jnp.where(hit, penalty[1][:, None], 0.0)
-        logits = jnp.where(forbidden(ids)[None], -jnp.inf, logits)
-        raw = log_law(logits, shard)
-
-        def whole(law: Array) -> Array:
-            nothing = jnp.zeros((T, C))
-            return jax.lax.cond(
-                grammar.by_mass, lambda: _class_masses(own, law, shard), lambda: nothing
-            )
-
-        def likeliest() -> ClassStats:
-            best, token = _class_maxima(own, raw, shard)
-            return ClassStats(token, best, best, best, whole(raw))
-
-        def drawn() -> ClassStats:
-            law = log_law(logits / temperature, shard)
-            rank, token = _class_maxima(own, law + gumbel(keys, law, shard), shard)
-            judged = raw if confidence == "raw" else law
-            place = token - ids[0]
-            there = jnp.clip(place, 0, len(ids) - 1)
-            said = jnp.take_along_axis(judged, there, axis=1)
-            if shard is not None:
-                is_mine = (place >= 0) & (place < len(ids))
-                said = shard.total(jnp.where(is_mine, said, 0.0))
-            return ClassStats(token, rank, _class_masses(own, law, shard), said, whole(judged))
-
-        return likeliest() if keys is None else jax.lax.cond(temperature > 0, drawn, likeliest)
-
-    def none(_: Any) -> ClassStats:
-        nothing = jnp.zeros((T, C))
-        return ClassStats(jnp.zeros((T, C), jnp.int32), nothing, nothing, nothing, nothing)
-
-    rows = jax.tree.map(of_slot, (hidden, away, penalty))
-    rows = *rows, None if keys is None else keys.reshape(B, T)
-    given = rows, view.grammar, sampling.temperature, view.bound
-    return jax.lax.map(lambda rows: jax.lax.cond(rows[-1], one, none, rows), given)
-
-
-class _OwnIds(NamedTuple):
-    """A slot's grammar as the ids have it that are read here: all, or those of a device."""
-
-    ids: Int[Array, " V"]
-    class_of: Int[Array, " V"]
-    wide: Int[Array, " M"]
-    narrow: Int[Array, " N"]  # as places in `ids`
-    narrow_class: Int[Array, " N"]  # NO_CLASS for the ids of other devices
-    num_classes: int
-    num_ids: int  # of all devices
-
-
-def _own_ids(grammar: Grammar, ids: Int[Array, " V"], shard: Shard | None) -> _OwnIds:
-    class_of, narrow_class, place = grammar.class_of, grammar.narrow_class, grammar.narrow - ids[0]
-    num_ids = len(class_of)
-    if shard is not None:
-        behind = len(ids) * jax.lax.axis_size(shard.axis) - num_ids
-        class_of = jnp.pad(class_of, (0, behind), constant_values=NO_CLASS)
-        class_of = jax.lax.dynamic_slice_in_dim(class_of, ids[0], len(ids))
-        is_mine = (place >= 0) & (place < len(ids))
-        narrow_class = jnp.where(is_mine, narrow_class, NO_CLASS)
-        place = jnp.clip(place, 0, len(ids) - 1)
-    return _OwnIds(ids, class_of, grammar.wide, place, narrow_class, len(grammar.lowest), num_ids)
-
-
-def _class_maxima(
-    own: _OwnIds, score: Float[Array, "T V"], shard: Shard | None
-) -> tuple[Float[Array, "T C"], Int[Array, "T C"]]:
-    """The best score of each class of one slot, and its id."""
-    shape = len(score), own.num_classes
-    of = own.narrow_class
-    theirs = jnp.where((of == NO_CLASS)[None], -jnp.inf, score[:, own.narrow])
-    best = jnp.full(shape, -jnp.inf).at[:, of].max(theirs)
-    is_best = (theirs == best[:, of]) & (of != NO_CLASS)[None]
-    ids = jnp.where(is_best, own.ids[own.narrow][None], own.num_ids)
-    token = jnp.full(shape, own.num_ids).at[:, of].min(ids)
-
-    def wide(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
-        number = own.wide[i]
-        theirs = jnp.where((own.class_of == number)[None], score, -jnp.inf)
-        top = jnp.argmax(theirs, axis=1)
-        value = jnp.take_along_axis(theirs, top[:, None], axis=1)[:, 0]
-        return found[0].at[:, number].set(value), found[1].at[:, number].set(own.ids[top])
-
-    best, token = jax.lax.fori_loop(0, jnp.sum(own.wide != NO_CLASS), wide, (best, token))
-    if shard is None:
-        return best, token
-    # Ids are below 2^24; of equals the first device, whose ids are lower.
-    both = jnp.concatenate([best, token.astype(jnp.float32)], axis=1)
-    bests, tokens = jnp.split(shard.of_all(both), 2, axis=-1)
-    first = jnp.argmax(bests, axis=0)[None]
-    best, token = (jnp.take_along_axis(every, first, axis=0)[0] for every in (bests, tokens))
-    return best, token.astype(jnp.int32)
-
-
-def _class_masses(
-    own: _OwnIds, law: Float[Array, "T V"], shard: Shard | None
-) -> Float[Array, "T C"]:
-    """The log probability of each class of one slot."""
-    of = own.narrow_class
-    prob = jnp.exp(law)
-    theirs = jnp.where((of == NO_CLASS)[None], 0.0, prob[:, own.narrow])
-    mass = jnp.zeros((len(law), own.num_classes)).at[:, of].add(theirs)
-
-    def wide(i: Array, mass: Array) -> Array:
-        number = own.wide[i]
-        theirs = jnp.where((own.class_of == number)[None], prob, 0.0)
-        return mass.at[:, number].set(jnp.sum(theirs, axis=1))
-
-    mass = jax.lax.fori_loop(0, jnp.sum(own.wide != NO_CLASS), wide, mass)
-    return jnp.log(mass if shard is None else shard.total(mass))
 
 
 def by_row(which: Array, a: Any, b: Any) -> Any:
@@ -418,26 +184,190 @@ def by_row(which: Array, a: Any, b: Any) -> Any:
     return jax.tree.map(pick, a, b)
 
 
+def read_expected(reader: Reader, hidden: Float[Array, "R D"], ask: Readout) -> TokenStats:
+    """Statistics of each row with `soft`, the expected embedding; arguments as of `read_stats`.
+
+    The head's rows are also the embedding's: one product with them gives the logits of some rows, a
+    second one of the law the expectation. Rows are taken in chunks of one size in bytes, at which
+    both products are bound by operations. A token is drawn by one uniform number a row: the share
+    of the vocabulary in which the law's running sum passes it, then the id there, by probabilities
+    in the type of the embedding.
+
+    Raises:
+        ValueError: The readout asks for more than the law drawn from and its likeliest token, or
+            the head is not the embedding (at trace time).
+    """
+    shard, sampling, head = reader.shard, ask.sampling, reader.unembed
+    assert sampling is not None
+    asks_more = ask.penalty is not None or ask.guide is not None or ask.num_top > 1
+    if asks_more or ask.confidence != "drawn":
+        raise ValueError(
+            "soft=True reads the law drawn from and its likeliest token alone; leave "
+            "penalty, guide, confidence and num_top above 1 out"
+        )
+    if not isinstance(head, Head) or head.embed_scale is None:
+        raise ValueError(
+            "the model has a head that is not its embedding, of which predict reads no "
+            "expectation; use out.soft()"
+        )
+    of_slot = len(hidden) // len(sampling.temperature)
+    each = sampling.of_rows(of_slot)
+
+    # From NumPy ids the mask is a constant of the program.
+    ids = np.arange(len(head.embedding), dtype=np.int32)
+    never = reader.forbidden(ids if shard is None else first_of(len(ids), shard.axis) + ids)
+
+    rows = (hidden, each, ask.keys)
+    is_kernel = shard is None and choose_law(hidden[:LAW_ROWS], head.weights) != "xla"
+    at_once = KERNEL_LAW_ROWS if is_kernel else LAW_ROWS
+
+    def logits_of(hidden: Array) -> Array:
+        rows = quantize_rows(hidden) if isinstance(head.weights, Fp8Head) else hidden
+        return jnp.where(never, -jnp.inf, head(rows))
+
+    def plain(rows: tuple[Any, ...], is_warm: bool = False) -> TokenStats:
+        hidden, sampling, keys = rows
+        heat = sampling.heat
+        if shard is None:
+            how = {"scale": head.scale, "cap": head.cap, "is_warm": is_warm}
+            read = law_readout(hidden, head.weights, never, heat, **how)
+        else:
+            logits = logits_of(hidden)
+            read = _of_part(logits / heat[:, None], head.embedding.dtype, shard)
+        return _stats_of(head, read, sampling.temperature > 0, keys, ask.num_top, shard)
+
+    def narrowed(rows: tuple[Any, ...]) -> TokenStats:
+        hidden, sampling, keys = rows
+        logits = logits_of(hidden)
+        law = drawn_law(logits, sampling, shard)
+        dtype = head.embedding.dtype
+        read = of_law(law, dtype) if shard is None else _of_part(law, dtype, shard)
+        return _stats_of(head, read, sampling.temperature > 0, keys, ask.num_top, shard)
+
+    # Top-k and the nucleus pass over the logits again and again, in few rows at a time.
+    def some_cut() -> TokenStats:
+        own = in_chunks(narrowed, rows, ROWS_DRAWN, ROWS_DRAWN)
+        return by_row(each.cuts, own, none_cut())
+
+    def none_cut(is_warm: bool = False) -> TokenStats:
+        return in_chunks(functools.partial(plain, is_warm=is_warm), rows, at_once, at_once)
+
+    any_cut = jnp.any(each.cuts)
+    if not is_kernel:
+        return jax.lax.cond(any_cut, some_cut, none_cut)
+    any_cold = ~jnp.all(is_warm_row(each.heat, head.cap))
+    which = jnp.where(any_cut, 2, any_cold.astype(jnp.int32))
+    return jax.lax.switch(which, (lambda: none_cut(True), none_cut, some_cut))
+
+
+def _of_part(law: Float[Array, "R V"], dtype: Any, shard: Shard) -> LawReadout:
+    """As `of_law`, where weights and shares are those of a device's ids."""
+    first = first_of(law.shape[1], shard.axis)
+    # Ids are below 2^24, so float32 holds them.
+    own = jnp.max(law, axis=1), (first + jnp.argmax(law, axis=1)).astype(jnp.float32)
+    peaks, tokens = jnp.moveaxis(shard.of_all(jnp.stack(own, axis=1)), -1, 0)
+    highest = jnp.argmax(peaks, axis=0)[None]  # of equals the first one, whose ids are lower
+    peak, token = (jnp.take_along_axis(each, highest, axis=0)[0] for each in (peaks, tokens))
+    token = token.astype(jnp.int32)
+    read = of_law(law, dtype, (peak, token - first))
+    rest, spread = shard.total(read.rest), shard.total(read.spread)
+    return read._replace(token=token, rest=rest, spread=spread)
+
+
+def _stats_of(
+    head: Head,
+    read: LawReadout,
+    is_drawn: Array,
+    keys: PRNGKeyArray | None,
+    num_top: int,
+    shard: Shard | None,
+) -> TokenStats:
+    """What laws say; rows that are drawn take a token of theirs, the others the likeliest one."""
+    best, mass = read.token, 1.0 + read.rest
+    soft = jnp.dot(read.weights, head.embedding, preferred_element_type=jnp.float32)
+    soft = soft if shard is None else shard.total(soft)
+    soft = soft * read.unit[:, None]
+    token, own = best, jnp.ones_like(mass)
+    if keys is not None:
+        uniform = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys)
+        # XLA would draw the number of a row again for each of its shares.
+        wanted = jax.lax.optimization_barrier(uniform * mass)
+        drawn, drawn_weight = _drawn(read, wanted, shard)
+        token = jnp.where(is_drawn, drawn, best)
+        own = jnp.where(is_drawn, drawn_weight, own)
+    return settled(
+        TokenStats(
+            token=token,
+            confidence=own / mass,
+            # Rounding must not bring a sure law below 0, where a threshold of 0 would pass it.
+            entropy=jnp.maximum(jnp.log1p(read.rest) - read.spread / mass, 0.0),
+            top_ids=best[:, None][:, :num_top],
+            top_probs=(1.0 / mass)[:, None][:, :num_top],
+            soft=soft / mass[:, None] * jnp.float32(head.embed_scale),
+        )
+    )
+
+
+def _drawn(
+    read: LawReadout, wanted: Float[Array, " R"], shard: Shard | None
+) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
+    """The id at which the running sum of weights passes what is wanted, and its weight."""
+    (_, num_ids), (_, num_shares) = read.weights.shape, read.shares.shape
+    shares = read.shares
+    if shard is not None:
+        shares = jnp.moveaxis(shard.of_all(shares), 0, 1).reshape(len(shares), -1)
+    share, rest = _passed(shares, wanted)
+    device, share = share // num_shares, share % num_shares
+    ids = share[:, None] * SHARE + jnp.arange(SHARE, dtype=jnp.int32)[None]
+    weight = jnp.take_along_axis(read.weights, ids, axis=1, mode="fill", fill_value=0)
+    weight = weight.astype(jnp.float32) * read.unit[:, None]
+    if shard is not None:
+        mine = device == jax.lax.axis_index(shard.axis)
+        weight = shard.total(jnp.where(mine[:, None], weight, 0.0))
+    place, _ = _passed(weight, rest)
+    return device * num_ids + share * SHARE + place, _at(weight, place)
+
+
+def _passed(
+    weight: Float[Array, "R N"], wanted: Float[Array, " R"]
+) -> tuple[Int[Array, " R"], Float[Array, " R"]]:
+    """The first place whose running sum is above what is wanted, and what is wanted of it.
+
+    A place of weight 0 is none; where rounding leaves no other, the last one with a weight is it.
+    """
+    until = jnp.cumsum(weight, axis=1)
+    some = weight > 0
+    passed = some & (until > wanted[:, None])
+    # In one reduction, the least of: places that pass, then those with a weight, from the last on.
+    N = weight.shape[1]
+    places = jnp.arange(N, dtype=jnp.int32)[None]
+    least = jnp.min(
+        jnp.where(passed, places, jnp.where(some, 2 * N - 1 - places, 2 * N - 1)), axis=1
+    )
+    place = jnp.where(least < N, least, 2 * N - 1 - least)
+    return place, wanted - (_at(until, place) - _at(weight, place))
+
+
+def _at(values: Float[Array, "R U"], place: Int[Array, " R"]) -> Float[Array, " R"]:
+    return jnp.take_along_axis(values, place[:, None], axis=-1)[:, 0]
+
+
 def read_soft(
-    unembed: Callable[[Array], Array],
+    reader: Reader,
     embedding: Float[Array, "V D"],
     hidden: Float[Array, "R D"],
     temperature: Float[Array, " R"],
-    forbidden: Callable[[Array], Array],
-    shard: Shard | None = None,
 ) -> Float[Array, "R D"]:
     """Expected embedding of each row under its tempered law.
 
     Args:
-        embedding: Of the ids whose logits `unembed` gives.
-        shard: These are a device's, among several devices.
+        embedding: Of the ids whose logits the reader gives.
     """
 
     def one(rows: tuple[Array, Array]) -> Array:
         hidden, temperature = rows
-        logits = unembed(hidden)
-        logits = jnp.where(forbidden(ids_of(logits, shard)), -jnp.inf, logits)
-        if shard is not None:
+        logits = reader.restricted(reader.unembed(hidden))
+        if (shard := reader.shard) is not None:
             law = logits / temperature[:, None]
             peak, mass = normaliser(law, shard)
             prob = jnp.exp(law - peak[:, None]) / mass[:, None]

@@ -5,8 +5,9 @@ scripts and random models have their own.
 """
 
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
@@ -81,9 +82,43 @@ class TokenStats(struct.PyTreeNode):
     top_probs: Float[Array, "B K S M"]
     soft: Float[Array, "B K S D"] | None = None
 
+    def only(self, where: Bool[Array, "B K S"] | np.ndarray) -> "TokenStats":
+        """With the values of cells not asked for in all others."""
+        soft = self.soft
+        return self.replace(
+            token=jnp.where(where, self.token, 0),
+            confidence=jnp.where(where, self.confidence, -jnp.inf),
+            entropy=jnp.where(where, self.entropy, jnp.inf),
+            soft=None if soft is None else jnp.where(where[..., None], soft, 0.0),
+        )
+
+
+class Readout(struct.PyTreeNode):
+    """What is read out of hidden rows, with a value a cell [B K S] or a row [R].
+
+    The fields are the arguments of `ForwardOutput.predict`. `sampling` has a value a slot, or a
+    row; rows of one slot are consecutive.
+    """
+
+    where: Bool[Array, "*cells"] | np.ndarray | None = None
+    sampling: Sampling | None = None
+    keys: PRNGKeyArray | None = None
+    confidence: Literal["drawn", "raw"] = struct.field(pytree_node=False, default="drawn")
+    penalty: tuple[Int[Array, "*cells"], Float[Array, "*cells"]] | None = None
+    num_top: int = struct.field(pytree_node=False, default=0)
+    guide: tuple[Any, float] | None = None
+    width: int | None = struct.field(pytree_node=False, default=None)
+    soft: bool = struct.field(pytree_node=False, default=False)
+    fixed: Bool[Array, "*cells"] | None = None
+    behind: Int[Array, "*cells"] | None = None
+    allow: tuple[int, ...] = struct.field(pytree_node=False, default=())
+
 
 class ForwardOutput(Protocol):
-    """Result of one forward; statistics are computed when asked for."""
+    """Result of one forward; statistics are computed when asked for.
+
+    An implementation that inherits from it gives `read` and has `predict`.
+    """
 
     hidden: Float[Array, "B K S D"]
     """Raw hidden rows: row i belongs to the input of cell i."""
@@ -131,6 +166,25 @@ class ForwardOutput(Protocol):
                 a grammar as it does one token at a time, and not all together.
             allow: Ids that may be predicted though they are no text, such as LLaDA2.2's DELETE.
         """
+        return self.read(
+            Readout(
+                where,
+                sampling,
+                keys,
+                confidence,
+                penalty,
+                num_top,
+                guide,
+                width,
+                soft,
+                fixed,
+                behind,
+                allow,
+            )
+        )
+
+    def read(self, ask: Readout) -> TokenStats:
+        """`predict` with its arguments as a value."""
         ...
 
     def soft(self, temperature: float | Float[Array, "B 1 1"] = 1.0) -> Float[Array, "B K S D"]:

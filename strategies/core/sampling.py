@@ -6,16 +6,16 @@ each takes statistics of the window and returns the cells to fill.
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from . import blocks
-from .forward import TokenStats
+from .forward import Readout, TokenStats
 from .knobs import Threshold, at_token
-from .state import NO_TOKEN, DecodeState
+from .state import NO_TOKEN, DecodeState, Sampling
 
 _NEVER = -jnp.inf
 _DIGIT = 4  # bits of a threshold found by one sum over several devices
@@ -50,13 +50,7 @@ class Shard(NamedTuple):
 
 def token_stats(
     logits: Float[Array, "R V"],
-    *,
-    temperature: Float[Array, " R"],
-    top_k: Int[Array, " R"],
-    top_p: Float[Array, " R"],
-    keys: PRNGKeyArray | None = None,
-    confidence: Literal["drawn", "raw"] = "drawn",
-    num_top: int = 0,
+    ask: Readout,
     restrict: Callable[[Array], Array] = lambda logits: logits,
     shard: Shard | None = None,
 ) -> TokenStats:
@@ -64,11 +58,9 @@ def token_stats(
 
     Args:
         logits: Float32.
-        temperature: 0 takes the most probable id, ties to the lowest.
-        top_k: Ids kept (ties at the edge stay), 0 for all.
-        top_p: Nucleus mass kept, 1 for all; the most probable id always stays.
-        keys: One a row; None where every row is greedy.
-        confidence: Distribution of confidence, entropy and top: see `ForwardOutput.predict`.
+        ask: `sampling` and `keys` of each row (None: every row is greedy), `confidence`, `num_top`.
+            At temperature 0 the most probable id is taken, ties to the lowest. Top-k keeps ties at
+            its edge; the nucleus always keeps the most probable id.
         restrict: Applied to the logits first, such as forbidden ids to -inf. It is applied by each
             reader on the way, so that no second array is written.
         shard: The logits are those of a device's ids, among several devices.
@@ -78,6 +70,8 @@ def token_stats(
         NO_TOKEN with full confidence: it is accepted at once, and the engine ends the request
         (`driver.decode_step`).
     """
+    sampling, keys, num_top = ask.sampling, ask.keys, ask.num_top
+    assert sampling is not None
 
     def as_is(logits: Array) -> Any:
         logits = restrict(logits)
@@ -88,16 +82,18 @@ def token_stats(
 
     def drawn(logits: Array) -> Any:
         logits = restrict(logits)
-        law = drawn_law(logits, temperature=temperature, top_k=top_k, top_p=top_p, shard=shard)
-        noisy = law if keys is None else law + _gumbel(keys, temperature > 0, law, shard)
+        law = drawn_law(logits, sampling, shard)
+        noisy = law
+        if keys is not None:
+            noisy = law + _gumbel(keys, sampling.temperature > 0, law, shard)
         token = jnp.argmax(noisy, axis=-1)
-        judged = law if confidence == "drawn" else logits
+        judged = law if ask.confidence == "drawn" else logits
         if shard is not None:
             return _part(judged, token, _at(noisy, token), num_top, shard)
         return _judge(judged, token, _at(judged, token), jnp.max(judged, axis=-1), num_top)
 
     # At 150k ids a draw costs several passes over the logits; greedy rows read them in place.
-    plain = ~jnp.any((temperature > 0) | (top_k > 0) | (top_p < 1.0))
+    plain = ~jnp.any((sampling.temperature > 0) | sampling.cuts)
     read = jax.lax.cond(plain, as_is, drawn, logits)
     return settled(read if shard is None else _joined(shard.of_all(read), num_top))
 
@@ -113,24 +109,20 @@ def settled(stats: TokenStats) -> TokenStats:
 
 
 def drawn_law(
-    logits: Float[Array, "R V"],
-    *,
-    temperature: Float[Array, " R"],
-    top_k: Int[Array, " R"],
-    top_p: Float[Array, " R"],
-    shard: Shard | None = None,
+    logits: Float[Array, "R V"], sampling: Sampling, shard: Shard | None = None
 ) -> Float[Array, "R V"]:
     """The distribution that a row's token is drawn from, as logits, -inf for ids never drawn.
 
     Args:
-        temperature: 0 counts as 1; the rest is as in `token_stats`.
+        sampling: Of each row; temperature 0 counts as 1.
     """
-    law = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    law = logits / sampling.heat[:, None]
     # Huge temperatures have a reciprocal of zero, and -inf times zero is NaN.
     law = jnp.where(logits == _NEVER, _NEVER, law)
-    cut = jnp.any((top_k > 0) | (top_p < 1.0))
     narrowed = functools.partial(_cut, shard)
-    return jax.lax.cond(cut, narrowed, lambda law, *_: law, law, top_k, top_p)
+    any_cut = jnp.any(sampling.cuts)
+    cuts = sampling.top_k, sampling.top_p
+    return jax.lax.cond(any_cut, narrowed, lambda law, *_: law, law, *cuts)
 
 
 def _at(law: Float[Array, "R V"], token: Int[Array, " R"]) -> Float[Array, " R"]:

@@ -75,6 +75,31 @@ class Sampling(struct.PyTreeNode):
     top_k: Int[Array, " B"]
     top_p: Float[Array, " B"]
 
+    @classmethod
+    def greedy(cls, num_slots: int) -> "Sampling":
+        """Sampling that takes the most probable token."""
+        shape = (num_slots,)
+        return cls(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32), jnp.ones(shape))
+
+    @property
+    def heat(self) -> Float[Array, " B"]:
+        """What logits are divided by: the temperature, 1 at 0."""
+        return jnp.where(self.temperature > 0, self.temperature, 1.0)
+
+    @property
+    def cuts(self) -> Bool[Array, " B"]:
+        """Whether top-k or top-p leave ids out."""
+        return (self.top_k > 0) | (self.top_p < 1.0)
+
+    @property
+    def is_plain(self) -> Bool[Array, " B"]:
+        """Whether the most probable token of the whole law is taken."""
+        return (self.temperature <= 0) & (self.top_k <= 0) & (self.top_p >= 1.0)
+
+    def of_rows(self, per_slot: int) -> "Sampling":
+        """Of `per_slot` consecutive rows a slot."""
+        return jax.tree.map(lambda leaf: jnp.repeat(leaf, per_slot), self)
+
 
 class Limits(struct.PyTreeNode):
     """When a request ends; ids of -1 pad `stop_ids`, NO_LIMIT means none.

@@ -12,7 +12,15 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from ..core import blocks
-from ..core.protocol import Conditioned, SlotSpec, Soft, TokenMix, TokenStats
+from ..core.protocol import (
+    Conditioned,
+    ForwardOutput,
+    Readout,
+    SlotSpec,
+    Soft,
+    TokenMix,
+    TokenStats,
+)
 from ..core.state import DUMMY, RUNNING, DecodeState, Sampling
 
 MASK, VOCAB, ROWS = 0, 8, 16
@@ -112,7 +120,7 @@ class Forward:
         """Of rows of no cell: what is said of the position that the window starts at."""
         start = self._state.buffer.start.reshape(-1, *(1,) * (hidden.ndim - 2))
         start = jnp.broadcast_to(start, hidden.shape[:-1])
-        return _stats(self._law(start, 0), sampling, keys, "drawn", 0)
+        return _stats(self._law(start, 0), Readout(sampling=sampling, keys=keys))
 
     def _law(self, positions: Int[Array, "B ..."], calls: Array | int) -> Float[Array, "B ... V"]:
         """Probabilities of all tokens, so that none is rounded."""
@@ -127,7 +135,7 @@ class Forward:
         return jnp.where(ids == token[..., None], prob[..., None], rest)
 
 
-class Output(struct.PyTreeNode):
+class Output(struct.PyTreeNode, ForwardOutput):
     """What one pass says; a branch may return it."""
 
     law: Float[Array, "B K S V"]
@@ -139,37 +147,22 @@ class Output(struct.PyTreeNode):
     taps: tuple[Float[Array, "B K S 0"], ...]
     shifted: bool = struct.field(pytree_node=False)
 
-    def predict(
-        self,
-        where: Bool[Array, "B K S"] | None = None,
-        sampling: Sampling | None = None,
-        keys: Any = None,
-        confidence: str = "drawn",
-        penalty: tuple[Int[Array, "B K S"], Float[Array, "B K S"]] | None = None,
-        num_top: int = 0,
-        soft: bool = False,
-        **_: Any,
-    ) -> TokenStats:
+    def read(self, ask: Readout) -> TokenStats:
         """Statistics of the cells that a row speaks about; top-k and top-p restrict nothing."""
         law = self.law
         ids = jnp.arange(VOCAB)[None, None, None]
-        if penalty is not None:
-            law = law * jnp.where(
-                ids == penalty[0][..., None], jnp.exp(-penalty[1][..., None]), 1.0
-            )
+        if ask.penalty is not None:
+            away, weight = (leaf[..., None] for leaf in ask.penalty)
+            law = law * jnp.where(ids == away, jnp.exp(-weight), 1.0)
             law = law / jnp.maximum(jnp.sum(law, axis=-1, keepdims=True), 1e-9)
-        stats = _stats(law, sampling, keys, confidence, num_top)
+        stats = _stats(law, ask)
         # Any cell of a wrong forward says so, and is taken at once.
         wrong = (self.fault < 0)[:, None, None]
         token = jnp.where(wrong, self.fault[:, None, None], stats.token)
         sure = jnp.where(wrong, 1.0, stats.confidence)
-        answered = self._answered() if where is None else where & self._answered()
-        return stats.replace(
-            token=jnp.where(answered, token, 0),
-            confidence=jnp.where(answered, sure, -jnp.inf),
-            entropy=jnp.where(answered, stats.entropy, jnp.inf),
-            soft=self.hidden if soft else None,
-        )
+        answered = self._answered() if ask.where is None else ask.where & self._answered()
+        stats = stats.replace(token=token, confidence=sure, soft=self.hidden if ask.soft else None)
+        return stats.only(answered)
 
     def soft(self, temperature: Any = 1.0) -> Float[Array, "B K S 0"]:
         """Embeddings of no width."""
@@ -212,13 +205,8 @@ def _shown(state: DecodeState, inputs: Any) -> Int[Array, "B K S"]:
     return jnp.asarray(inputs)
 
 
-def _stats(
-    law: Float[Array, "B ... V"],
-    sampling: Sampling | None,
-    keys: Any,
-    confidence: str,
-    num_top: int,
-) -> TokenStats:
+def _stats(law: Float[Array, "B ... V"], ask: Readout) -> TokenStats:
+    sampling, keys = ask.sampling, ask.keys
     judged, token = law, jnp.argmax(law, axis=-1)
     if sampling is not None:
         temperature = sampling.temperature.reshape(-1, *(1,) * (law.ndim - 1))
@@ -227,9 +215,9 @@ def _stats(
             noise = jax.vmap(lambda key: jax.random.gumbel(key, (VOCAB,)))(keys.reshape(-1))
             drawn = jnp.argmax(logits + noise.reshape(law.shape), axis=-1)
             token = jnp.where(temperature[..., 0] > 0, drawn, token)
-        if confidence == "drawn":
+        if ask.confidence == "drawn":
             judged = jnp.where(temperature > 0, jax.nn.softmax(logits, axis=-1), law)
-    top_probs, top_ids = jax.lax.top_k(judged, num_top)
+    top_probs, top_ids = jax.lax.top_k(judged, ask.num_top)
     spread = jnp.where(judged > 0, judged * jnp.log(jnp.where(judged > 0, judged, 1.0)), 0.0)
     return TokenStats(
         token=token.astype(jnp.int32),

@@ -14,10 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from ..core import driver
-from ..core.protocol import PrefillChunk, SlotSpec, TokenStats, split_knobs
+from ..core.protocol import (
+    ForwardOutput,
+    PrefillChunk,
+    Readout,
+    SlotSpec,
+    TokenStats,
+    split_knobs,
+)
 from ..core.resolve import load_strategy
 from ..core.state import FINISH_REASONS, NO_LIMIT, RUNNING, STUCK, DecodeState, Limits, Sampling
 
@@ -65,7 +72,7 @@ class _Script(struct.PyTreeNode):
     prob: Float[Array, "F X"]
 
 
-class _ScriptedOutput(struct.PyTreeNode):
+class _ScriptedOutput(struct.PyTreeNode, ForwardOutput):
     """What the script predicts for the window of one forward; a branch may return it."""
 
     row: Array
@@ -74,36 +81,27 @@ class _ScriptedOutput(struct.PyTreeNode):
     taps: tuple[Array, ...]
     forward: Any = struct.field(pytree_node=False)
 
-    def predict(
-        self,
-        where: Bool[Array, "B K S"] | None = None,
-        sampling: Sampling | None = None,
-        keys: Any = None,
-        confidence: str = "drawn",
-        penalty: Any = None,
-        num_top: int = 0,
-        guide: Any = None,
-        width: int | None = None,
-        soft: bool = False,
-        **_: Any,
-    ) -> TokenStats:
+    def read(self, ask: Readout) -> TokenStats:
         """The scripted law, greedily: confidence is exactly the scripted probability."""
-        del sampling, keys, confidence, width
-        if penalty is not None:
+        if ask.penalty is not None:
             raise ValueError("a script has no logits to penalise; leave penalty out")
         law, entropy = self.forward.law(self.row, self.positions)
-        if guide is not None:
-            other, scale = guide
+        if ask.guide is not None:
+            other, scale = ask.guide
             law = _guided(law, self.forward.law(other.row, other.positions)[0], scale)
             entropy = -jnp.sum(_plogp(law), axis=-1)
-        stats = _read_out(law, entropy, num_top).replace(soft=self.hidden if soft else None)
-        if where is None:
-            return stats
-        return stats.replace(
-            token=jnp.where(where, stats.token, 0),
-            confidence=jnp.where(where, stats.confidence, -jnp.inf),
-            entropy=jnp.where(where, stats.entropy, jnp.inf),
-        )
+        stats = _read_out(law, entropy, ask.num_top)
+        stats = stats.replace(soft=self.hidden if ask.soft else None)
+        return stats if ask.where is None else stats.only(ask.where)
+
+    def soft(self, temperature: Any = 1.0) -> Float[Array, "B K S 0"]:
+        """Embeddings of no width."""
+        del temperature
+        return self.hidden
+
+    def logits(self) -> Float[Array, "B K S V"]:
+        """The logarithm of the law."""
+        return jnp.log(self.forward.law(self.row, self.positions)[0])
 
     def store(self, state: DecodeState, where: Array) -> DecodeState:
         """Nothing to store: a script has no cache."""

@@ -18,8 +18,9 @@ from dllm_jax.models.architecture import DENSE
 from dllm_jax.models.dense import DenseConfig, init_params
 from dllm_jax.models.family_table import FamilyDefaults
 from dllm_jax.strategies import AR, BlockDiffusion, MultiBD
+from dllm_jax.strategies.core.protocol import Readout
 from dllm_jax.strategies.core.sampling import token_stats
-from dllm_jax.strategies.core.state import LENGTH, NFE, STOP
+from dllm_jax.strategies.core.state import LENGTH, NFE, STOP, Sampling
 
 VOCAB = 60
 PROMPTS = [[1, 2, 3, 4, 5], [7] * 9, [3, 1, 4, 1, 5, 9, 2, 6], [11]]
@@ -308,14 +309,13 @@ def test_generate_stops_at_the_models_last_position(model):
 def draw(logits, temperature=0.0, top_k=0, top_p=1.0, keys=None, **options):
     """`token_stats` with one setting for all rows."""
     R = len(logits)
-    return token_stats(
-        jnp.asarray(logits, jnp.float32),
+    sampling = Sampling(
         temperature=jnp.full((R,), temperature, jnp.float32),
         top_k=jnp.full((R,), top_k, jnp.int32),
         top_p=jnp.full((R,), top_p, jnp.float32),
-        keys=keys,
-        **options,
     )
+    ask = Readout(sampling=sampling, keys=keys, **options)
+    return token_stats(jnp.asarray(logits, jnp.float32), ask)
 
 
 def softmax64(logits):

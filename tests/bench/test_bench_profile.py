@@ -13,7 +13,7 @@ from dllm_jax.bench import profile
 from dllm_jax.bench.profile import Event, Trace
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
 from dllm_jax.runner.cache import write_rows
-from dllm_jax.runner.readout import in_chunks
+from dllm_jax.runner.chunks import in_chunks
 
 pytestmark = pytest.mark.long
 

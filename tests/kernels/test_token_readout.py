@@ -20,8 +20,8 @@ from dllm_jax.kernels.token_readout import api, choose, law_readout, mosaic, tok
 from dllm_jax.kernels.token_readout.head import quantize_head
 from dllm_jax.models.head import Head
 from dllm_jax.runner import readout
-from dllm_jax.runner.forward import greedy
 from dllm_jax.strategies import MultiBD
+from dllm_jax.strategies.core.protocol import Readout
 from dllm_jax.strategies.core.state import NO_TOKEN, Sampling
 from tests.contract.models import plain
 from tests.cross_lowering import H200, triton_grids
@@ -268,15 +268,10 @@ def test_decoding_reads_the_same_by_kernel_and_by_chunks(request, monkeypatch, r
     penalty = jnp.arange(R, dtype=jnp.int32), jnp.full((R,), 2.0)
 
     def read(hidden, sampling):
-        return readout.read_stats(
-            Head(weights, scale=0.9, cap=8.0),
-            hidden,
-            sampling,
-            keys,
-            forbidden=lambda ids: (ids == 2) | (ids > 290),
-            penalty=penalty,
-            num_top=3,
-        )
+        head = Head(weights, scale=0.9, cap=8.0)
+        reader = readout.Reader(head, lambda ids: (ids == 2) | (ids > 290))
+        ask = Readout(sampling=sampling, keys=keys, penalty=penalty, num_top=3)
+        return readout.read_stats(reader, hidden, ask)
 
     def all_cases(num_slots):
         run = jax.jit(lambda *given: read(*given))
@@ -292,7 +287,7 @@ def test_decoding_reads_the_same_by_kernel_and_by_chunks(request, monkeypatch, r
         assert np.delete(got.top_ids, 5, 0).tolist() == np.delete(reported.top_ids, 5, 0).tolist()
         for name in ("confidence", "entropy"):
             np.testing.assert_allclose(getattr(got, name), getattr(reported, name), atol=2e-6)
-    assert "pallas_call" in str(jax.make_jaxpr(read)(hidden, greedy(R)))
+    assert "pallas_call" in str(jax.make_jaxpr(read)(hidden, Sampling.greedy(R)))
     # Neighbours that are drawn change nothing of a row, bit for bit.
     mixed = Sampling(*(jnp.where(jnp.arange(R) % 2, b, a) for a, b in zip(*HOW, strict=True)))
     got, (plain_read, drawn_read, _) = jax.jit(read)(hidden, mixed), list(all_cases(R))
@@ -375,7 +370,8 @@ def test_a_compiled_step_holds_no_logits_of_its_window_on_a_gpu(step):
 
 def read_drawn(hidden, weights, temperature, top_k, top_p, keys):
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    return readout.read_stats(Head(weights), hidden, sampling, keys, forbidden=lambda ids: ids == 2)
+    reader = readout.Reader(Head(weights), lambda ids: ids == 2)
+    return readout.read_stats(reader, hidden, Readout(sampling=sampling, keys=keys))
 
 
 @pytest.mark.versions

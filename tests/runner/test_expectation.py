@@ -19,9 +19,10 @@ from jax.sharding import Mesh, PartitionSpec
 from dllm_jax.kernels.layer import fp8
 from dllm_jax.kernels.token_readout.head import quantize_head
 from dllm_jax.models.head import Head
-from dllm_jax.runner import expectation
-from dllm_jax.runner.expectation import SHARE, read_expected
-from dllm_jax.runner.readout import in_chunks
+from dllm_jax.runner import readout
+from dllm_jax.runner.chunks import in_chunks
+from dllm_jax.runner.readout import SHARE, Reader, read_expected
+from dllm_jax.strategies.core.protocol import Readout
 from dllm_jax.strategies.core.state import NO_TOKEN, Sampling
 
 VOCAB, WIDTH, ROWS = 4 * SHARE + 300, 8, 6
@@ -53,9 +54,9 @@ def sampling(temperature: Any = 0.7, top_k: Any = 0, top_p: Any = 1.0) -> Sampli
     )
 
 
-def read(head, hidden=HIDDEN, how=None, **more) -> Any:
-    how = sampling() if how is None else how
-    return read_expected(head, hidden, how, KEYS, forbidden=forbidden, num_top=1, **more)
+def read(head, hidden=HIDDEN, how=None) -> Any:
+    ask = Readout(sampling=sampling() if how is None else how, keys=KEYS, num_top=1)
+    return read_expected(Reader(head, forbidden), hidden, ask)
 
 
 def laws(head, temperature: Any = 0.7, top_k=None, top_p=None):
@@ -111,7 +112,8 @@ def test_draws_have_the_frequencies_of_the_law():
     keys = jax.random.split(jax.random.key(7), rows)
     hidden = jnp.ones((rows, 1))
     one = Head(table, embed_scale=1.0)
-    stats = read_expected(one, hidden, how, keys, forbidden=lambda ids: ids == 3)
+    ask = Readout(sampling=how, keys=keys)
+    stats = read_expected(Reader(one, lambda ids: ids == 3), hidden, ask)
     ids, counts = np.unique(np.asarray(stats.token), return_counts=True)
     np.testing.assert_array_equal(ids, [SHARE + 1, vocab - 1])
     assert abs(counts[0] / rows - 2 / 7) < 4 * (2 / 7 * 5 / 7 / rows) ** 0.5
@@ -169,7 +171,8 @@ def test_a_sure_law_has_entropy_zero_and_never_less(top_k):
     @jax.jit  # fused: a law's highest value and its peak may be rounded apart
     def entropy(table, hidden):
         head = Head(table, embed_scale=1.0)
-        return read_expected(head, hidden, how, None, forbidden=lambda ids: ids < 0).entropy
+        reader = Reader(head, lambda ids: ids < 0)
+        return read_expected(reader, hidden, Readout(sampling=how)).entropy
 
     got = np.asarray(entropy(table, 3 * jax.random.normal(jax.random.key(4), (rows, width))))
     assert (got >= 0).all()
@@ -189,22 +192,22 @@ def test_a_row_that_is_no_number_has_no_token_and_leaves_its_neighbours(head, to
 
 def test_enough_rows_share_a_read_of_the_head(head, monkeypatch):
     """Trap T32: a chunk of rows is a read of the head, which hides behind 512 rows of products."""
-    seen, read_law = set(), expectation.law_readout
+    seen, read_law = set(), readout.law_readout
 
     def recorded(hidden, *rest, **how):
         seen.add(len(hidden))
         return read_law(hidden, *rest, **how)
 
-    monkeypatch.setattr(expectation, "law_readout", recorded)
-    rows = 3 * expectation.ROWS
+    monkeypatch.setattr(readout, "law_readout", recorded)
+    rows = 3 * readout.LAW_ROWS
     how = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], (6,)), sampling())
-    keys = jax.random.split(jax.random.key(0), rows)
+    ask = Readout(sampling=how, keys=jax.random.split(jax.random.key(0), rows))
     jax.eval_shape(
-        lambda hidden: read_expected(head, hidden, how, keys, forbidden=forbidden),
+        lambda hidden: read_expected(Reader(head, forbidden), hidden, ask),
         jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32),
     )
-    assert seen == {expectation.ROWS}
-    assert expectation.ROWS >= 512
+    assert seen == {readout.LAW_ROWS}
+    assert readout.LAW_ROWS >= 512
 
 
 def test_rows_read_in_chunks_are_those_read_at_once_on_one_device_and_on_two():

@@ -28,10 +28,10 @@ from dllm_jax import strategies
 from dllm_jax.api import generate
 from dllm_jax.api.strategy import check_fit
 from dllm_jax.engine.layout import EngineConfig
-from dllm_jax.runner.forward import greedy
-from dllm_jax.runner.readout import read_stats
+from dllm_jax.runner.readout import Reader, read_stats
 from dllm_jax.strategies.core import remasking
-from dllm_jax.strategies.core.state import NO_TOKEN
+from dllm_jax.strategies.core.protocol import Readout
+from dllm_jax.strategies.core.state import NO_TOKEN, Sampling
 from dllm_jax.strategies.testing.script import Trace, run_script
 from tests.contract.cases import case as contract_case
 from tests.contract.cases import full_sequence_case
@@ -533,13 +533,11 @@ def test_a_guided_law_is_that_of_the_moved_logits() -> None:
     own, other, head = (
         jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 4), (3, 4), (4, 9))
     )
-    sampling = greedy(3)
 
     @jax.jit
     def read(guide: Any) -> Any:
-        return read_stats(
-            lambda h: h @ head, own, sampling, None, forbidden=lambda i: i == 2, guide=guide
-        )
+        reader = Reader(lambda h: h @ head, lambda i: i == 2)
+        return read_stats(reader, own, Readout(sampling=Sampling.greedy(3), guide=guide))
 
     logits = np.array(other @ head + 2.5 * ((own - other) @ head))
     logits[:, 2] = -np.inf

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from dllm_jax.strategies.core.protocol import Readout
 from dllm_jax.strategies.core.sampling import Shard, token_stats
-from dllm_jax.strategies.core.state import NO_TOKEN
+from dllm_jax.strategies.core.state import NO_TOKEN, Sampling
 
 pytestmark = pytest.mark.long
 
@@ -21,37 +22,34 @@ ROWS = 12
 TOP = 3
 
 
-def over_parts(logits, num_parts, **how):
+def over_parts(logits, num_parts, ask):
     """`token_stats` of a vocabulary split over devices, padded behind with 7: barred as ids."""
     V = logits.shape[1]
     padded = jnp.pad(logits, ((0, 0), (0, -V % num_parts)), constant_values=7.0)
     mesh = Mesh(np.array(jax.devices()[:num_parts]), ("tp",))
     shard = Shard("tp", V)
 
-    def body(part, how):
+    def body(part, ask):
         def restrict(part):
             ids = shard.first(part) + jnp.arange(part.shape[1])
             return jnp.where((ids >= V)[None], -jnp.inf, part)
 
-        return token_stats(part, **how, num_top=min(TOP, V), restrict=restrict, shard=shard)
+        return token_stats(part, ask.replace(num_top=min(TOP, V)), restrict, shard)
 
     specs = PartitionSpec(None, "tp"), PartitionSpec()
     run = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
-    return jax.jit(run)(padded, how)
+    return jax.jit(run)(padded, ask)
 
 
 def settings(kind, V):
     keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(5)))(jnp.arange(ROWS))
-    zero, one = jnp.zeros(ROWS), jnp.ones(ROWS)
-    no_k = jnp.zeros(ROWS, jnp.int32)
-    greedy = {"temperature": zero, "top_k": no_k, "top_p": one, "keys": keys}
-    mixed = {
-        "temperature": jnp.asarray([0.0, 0.8, 1.3] * 4),
-        "top_k": jnp.asarray([0, 1, 5, V // 2 + 2, 0, V + 9] * 2, jnp.int32),
-        "top_p": jnp.asarray([1.0, 1.0, 0.9, 0.5, 0.0, 0.99, 1.0, 0.3] + [0.7] * 4),
-        "keys": keys,
-    }
-    return greedy if kind == "greedy" else mixed
+    mixed = Sampling(
+        temperature=jnp.asarray([0.0, 0.8, 1.3] * 4),
+        top_k=jnp.asarray([0, 1, 5, V // 2 + 2, 0, V + 9] * 2, jnp.int32),
+        top_p=jnp.asarray([1.0, 1.0, 0.9, 0.5, 0.0, 0.99, 1.0, 0.3] + [0.7] * 4),
+    )
+    sampling = Sampling.greedy(ROWS) if kind == "greedy" else mixed
+    return Readout(sampling=sampling, keys=keys, num_top=TOP)
 
 
 def hostile(V):
@@ -73,9 +71,9 @@ def hostile(V):
 @pytest.mark.parametrize("kind", ["greedy", "mixed"])
 @pytest.mark.parametrize(("V", "num_parts"), [(17, 8), (773, 8), (1000, 2)])
 def test_parts_say_what_the_whole_says(V, num_parts, kind):
-    logits, how = hostile(V), settings(kind, V)
-    wanted = jax.jit(functools.partial(token_stats, num_top=TOP))(logits, **how)
-    found = over_parts(logits, num_parts, **how)
+    logits, ask = hostile(V), settings(kind, V)
+    wanted = jax.jit(token_stats)(logits, ask)
+    found = over_parts(logits, num_parts, ask)
     np.testing.assert_array_equal(found.token, wanted.token)
     for name in ("confidence", "entropy", "top_probs"):
         np.testing.assert_allclose(
@@ -96,6 +94,6 @@ def test_values_that_are_no_numbers_are_seen_from_every_device(bad):
     logits[8, 5] = logits[9, 772] = logits[10, 400] = bad
     logits[11] = -np.inf
     for kind in ("greedy", "mixed"):
-        found = over_parts(jnp.asarray(logits), 8, **settings(kind, 773))
+        found = over_parts(jnp.asarray(logits), 8, settings(kind, 773))
         assert np.asarray(found.token)[8:].tolist() == [NO_TOKEN] * 4
         assert np.asarray(found.token)[:8].min() >= 0

@@ -15,7 +15,7 @@ from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.kernels import grammar_path
 from dllm_jax.loading.load import place
 from dllm_jax.models.sharding import over_devices
-from dllm_jax.runner import forward, grammars
+from dllm_jax.runner import grammar_readout, grammars
 from dllm_jax.runner.grammars import ready
 from dllm_jax.runner.programs import Call
 from dllm_jax.strategies.core import constraint
@@ -101,7 +101,7 @@ def test_kernels_and_one_pass_over_the_head_write_the_same(name, monkeypatch):
     kernels = grammar_path.PathKernels(*interpreted)
     monkeypatch.setattr(grammar_path, "choose", lambda: kernels)
     passes = []
-    monkeypatch.setattr(forward, "reads_ids", lambda *_: passes.append(1) or True)
+    monkeypatch.setattr(grammar_readout, "reads_ids", lambda *_: passes.append(1) or True)
     jax.clear_caches()
     device = make_device(name)  # the shared one has its programs
     try:

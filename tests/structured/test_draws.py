@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from dllm_jax.runner import grammars
-from dllm_jax.runner.readout import read_classes
+from dllm_jax.runner.grammar_readout import read_classes
+from dllm_jax.runner.readout import Reader
 from dllm_jax.strategies.core import constraint
 from dllm_jax.strategies.core.constraint import HOLE, Draw, View
+from dllm_jax.strategies.core.protocol import Readout
 from dllm_jax.strategies.core.state import Sampling
 from tests.structured.toys import random_toy
 
@@ -26,9 +28,8 @@ def _draw(module, view, logits, keys):
     sampling = Sampling(jnp.full((1,), TEMPERATURE), jnp.zeros((1,), jnp.int32), jnp.ones((1,)))
 
     def one(keys):
-        read = read_classes(
-            lambda rows: rows, logits, view, sampling, keys, forbidden=lambda ids: ids == 0
-        )
+        reader = Reader(lambda rows: rows, lambda ids: ids == 0)
+        read = read_classes(reader, logits, Readout(sampling=sampling, keys=keys), view)
         whole = jnp.ones((1, W), bool)
         draw = Draw(sampling.temperature > 0, keys[None])
         return module.plan(view, read, whole, draw).token[0]
