@@ -198,7 +198,7 @@ def test_what_cannot_keep_it_is_refused_in_one_line(monkeypatch):
 
 @pytest.mark.gpu
 def test_texts_are_equal_whatever_happens_around_them(monkeypatch):
-    """The published widths in four layers, on two engines; each has all 151,936 ids."""
+    """The published widths and ids in four layers, on two engines; every second text is drawn."""
     if reason := hopper.unsupported():
         pytest.skip(reason)
     model = dj.load("random:JetLM/SDAR-1.7B-Chat")
@@ -209,17 +209,19 @@ def test_texts_are_equal_whatever_happens_around_them(monkeypatch):
     config = EngineConfig(**sizes, num_pages=96, batch_invariant=True)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, 1000, n).tolist() for n in (20, 130, 257, 384, 500, 600)]
-    params = SamplingParams(max_tokens=160, ignore_eos=True)
+    rules = {"max_tokens": 160, "ignore_eos": True}
+    params = [SamplingParams(**rules, temperature=0.7 * (i % 2), seed=i) for i in range(6)]
+    wishes = [
+        Request(prompt_token_ids=ids, params=p) for ids, p in zip(prompts, params, strict=True)
+    ]
     found = {}
 
     def engine_of(**other):
-        config_ = dataclasses.replace(config, **other)
-        llm = dj.LLM(model, "multi_bd", 32, 4, config=config_, progress=False)
-        return contextlib.closing(llm)
+        sizes = dataclasses.replace(config, **other)
+        return contextlib.closing(dj.LLM(model, "multi_bd", 32, 4, config=sizes, progress=False))
 
     def texts(llm, given, between=None):
-        requests = [Request(prompt_token_ids=one, params=params) for one in given]
-        return [out.outputs[0].token_ids for out in toy.run(llm.engine, requests, between)]
+        return [out.outputs[0].token_ids for out in toy.run(llm.engine, given, between)]
 
     def fail_once(engine):
         """The device fails in the middle."""
@@ -230,21 +232,24 @@ def test_texts_are_equal_whatever_happens_around_them(monkeypatch):
             monkeypatch.undo()
 
     with engine_of() as llm:
-        want = texts(llm, prompts)
-        turns = [a + b + [1, 2, 3] for a, b in zip(prompts, want, strict=True)]
-        found["prefix hits of the prompts"] = texts(llm, prompts)
+        want = texts(llm, wishes)
+        longer = [a + b + [1, 2, 3] for a, b in zip(prompts, want, strict=True)]
+        turns = [
+            Request(prompt_token_ids=ids, params=p) for ids, p in zip(longer, params, strict=True)
+        ]
+        found["prefix hits of the prompts"] = texts(llm, wishes)
         assert llm.engine.stats().prefix_hits > 0
-        found["in another order"] = texts(llm, prompts[::-1])[::-1]
-        found["alone"] = [texts(llm, [one])[0] for one in prompts]
-        with toy.steps_a_chunk(8):  # a block takes more: at least 20 of its tokens are forced
-            found["preempted at every block"] = texts(llm, prompts, toy.preempting())
+        found["in another order"] = texts(llm, wishes[::-1])[::-1]
+        found["alone"] = [texts(llm, [one])[0] for one in wishes]
+        with toy.steps_a_chunk(8):  # fewer than a block takes
+            found["preempted at every block"] = texts(llm, wishes, toy.preempting())
         assert llm.engine.stats().num_preemptions > 30
-        found["after a failure"] = texts(llm, prompts, fail_once)
+        found["after a failure"] = texts(llm, wishes, fail_once)
         assert llm.engine.stats().num_failures == 1
         found_turns = texts(llm, turns)
     more = {"prefill_buckets": (128,), "enable_prefix_caching": False, "num_pages": 20}
     with engine_of(**more) as llm:
-        found["pieces of 128 and a short pool"] = texts(llm, prompts)
+        found["pieces of 128 and a short pool"] = texts(llm, wishes)
         assert llm.engine.stats().num_preemptions > 0
         want_turns = texts(llm, turns)
     pairs = {case: (got, want) for case, got in found.items()}
