@@ -37,9 +37,8 @@ from routing_script import draw_ids
 from dllm_jax.bench.numbers import commit
 from dllm_jax.bench.profile import traced
 from dllm_jax.kernels.activation import ACTIVATIONS
-from dllm_jax.kernels.expert_ffn import grouped, mosaic, reference, tiles, triton
+from dllm_jax.kernels.expert_ffn import grouped, mosaic, reference, tiles
 from dllm_jax.kernels.expert_ffn.fp8 import Fp8Experts, quantize_experts
-from dllm_jax.kernels.expert_ffn.triton import Block, Tiling
 from dllm_jax.kernels.layer.fp8 import quantize
 
 MODELS = {  # experts, width, inner, experts of a row
@@ -61,20 +60,6 @@ MEAN_TOLERANCE = 2.5e-2  # of the root mean square; the rounding itself is 5e-2
 TF32_TOLERANCE = 5e-3
 
 
-def block(columns, depth=64, num_warps=4, num_stages=4):
-    return Block(columns=columns, depth=depth, num_warps=num_warps, num_stages=num_stages)
-
-
-TILINGS = {
-    "triton": Tiling(),
-    "triton 16 rows": Tiling(rows=16),
-    "triton 16 rows, deep": Tiling(rows=16, gate_up=block(64, 128), down=block(128, 128, 4, 3)),
-    "triton 32 rows": Tiling(rows=32),
-    "triton narrow": Tiling(gate_up=block(32, 64, 4, 5), down=block(64, 64, 4, 5)),
-    "triton deep": Tiling(gate_up=block(64, 128, 4, 3), down=block(128, 128, 4, 3)),
-    "triton wide": Tiling(gate_up=block(128, 64, 8, 3), down=block(256, 64, 8, 3)),
-    "triton 128 rows": Tiling(rows=128, gate_up=block(64, 64, 8), down=block(128, 64, 8)),
-}
 # By rows of an expert, in the mean, up to: warpgroups, columns of gate and up, columns of down, and
 # rows of a tile if they take turns.
 MOSAIC_TILINGS = {
@@ -96,8 +81,6 @@ def forms(activation, rows, shape, dtype, interpret, tilings):
         "grouped 64": given(grouped.expert_ffn, tile_rows=64),
         "dense": given(reference.expert_ffn),
     }
-    for name, tiling in TILINGS.items() if dtype != "fp8" else ():
-        found[name] = given(triton.expert_ffn, tiling=tiling, interpret=interpret)
     if interpret:  # as slow as a CPU is
         return found
     near = tilings or next(
@@ -112,7 +95,7 @@ def forms(activation, rows, shape, dtype, interpret, tilings):
 
 def _only_table(x, ids, weights, w_gate_up, w_down):
     """The bookkeeping of the kernels alone."""
-    table = tiles.tile_table(ids, len(w_down), Tiling().rows)
+    table = tiles.tile_table(ids, len(w_down), 64)
     used = sum(leaf.sum() for leaf in table)
     return x + (used < 0).astype(x.dtype)
 
@@ -308,7 +291,7 @@ def measure_shape(model, shape, rows, dtype, layers, args, tilings):
                 line |= dict(zip(("us", "min_us", "max_us"), timed, strict=True))
                 glue_us = line["us"] if name == "glue" else glue_us
                 line["net_us"] = line["us"] - glue_us
-                if args.profile and name.startswith(("mosaic", "triton")):
+                if args.profile and name.startswith("mosaic"):
                     line["kernels"] = kernels_of(program, *given, rounds)
                 line["gb_s"] = weight_bytes / max(line["net_us"], 1e-3) / 1e3
         except Exception as error:  # a tiling may not compile; the table says so and goes on
@@ -366,7 +349,7 @@ def parse():
     if args.tiny:
         args.models, args.rows, args.dtypes = "tiny", "2,20", "bfloat16,float32,fp8"
         args.layers, args.rounds, args.repeats = 2, 2, 1
-        args.only = args.only or "tile table,grouped 16,dense,triton"
+        args.only = args.only or "tile table,grouped 16,dense"
     return args
 
 

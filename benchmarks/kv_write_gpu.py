@@ -1,7 +1,7 @@
 """The write of new keys and values into pages: every form checked, then timed, on one GPU.
 
     python benchmarks/kv_write_gpu.py --out benchmarks/results/kv_write_h200.json
-    python benchmarks/kv_write_gpu.py --dtype float8_e4m3fn --models SDAR-1.7B --forms xla triton
+    python benchmarks/kv_write_gpu.py --dtype float8_e4m3fn --models SDAR-1.7B --forms xla mosaic
 
 Per model all arrays of all layers are written at once, to places that move on from round to round,
 by a loop on the device that owns the pages: microseconds of one write, the median of the runs.
@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax.bench.numbers import environment
-from dllm_jax.kernels.kv_write import fp8, mosaic, reference, triton
+from dllm_jax.kernels.kv_write import fp8, mosaic, reference
 
 # Arrays, KV heads, their size.
 MODELS = {"SDAR-1.7B": (56, 8, 128), "LLaDA2-mini": (40, 4, 128), "DiffusionGemma": (50, 8, 256)}
-FORMS = {"xla": reference, "triton": triton, "mosaic": mosaic}
+FORMS = {"xla": reference, "mosaic": mosaic}
 PAGE = 64
 
 

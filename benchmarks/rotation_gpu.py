@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from dllm_jax.bench.numbers import environment
-from dllm_jax.kernels.layer import mosaic_rotate, reference, triton
+from dllm_jax.kernels.layer import mosaic_rotate, reference
 
 # KV heads, query heads of one, size of a head, rotated pairs.
 MODELS = {"SDAR-1.7B": (8, 2, 128, 64), "SDAR-30B": (4, 8, 128, 64), "LLaDA2": (4, 4, 128, 32)}
-FORMS = {"xla": reference, "triton": triton, "mosaic": mosaic_rotate}
+FORMS = {"xla": reference, "mosaic": mosaic_rotate}
 EPS, SPACING = 1e-6, 2**-8  # of bfloat16, of a value plus one
 
 

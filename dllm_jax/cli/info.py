@@ -171,40 +171,30 @@ def _attention() -> str:
 def _experts() -> str:
     import jax.numpy as jnp
 
-    from dllm_jax.kernels.expert_ffn import api, mosaic, triton
+    from dllm_jax.kernels.expert_ffn import api, mosaic
 
-    missing = triton.unsupported(jnp.zeros((1, 16)), jnp.zeros((1, 16, 16)))
-    if missing:
-        return (
-            f"dense or grouped here: dense up to {api.DENSE_WORK:,} (rows x experts x widths) or "
-            f"{api.DENSE_ROWS} rows that each go to 1 in {api.DENSE_SHARE} experts or more, else "
-            f"grouped (triton {missing})"
-        )
-    others = "triton here, grouped for widths that are no multiple of 16 and experts in 8 bits"
     rows, w_down = jnp.zeros((1, 128), jnp.bfloat16), jnp.zeros((1, 64, 128), jnp.bfloat16)
-    if mosaic.unsupported(rows, w_down):
-        return others
-    most = f"up to {api.MOSAIC_ROWS:,} rows, in 8 bits any number"
-    return f"mosaic here for 16-bit models, {most}; else {others}"
+    missing = mosaic.unsupported(rows, w_down)
+    if not missing:
+        return "mosaic here for 16-bit models, else grouped"
+    return (
+        f"dense or grouped here: dense on a CPU up to {api.DENSE_WORK:,} (rows x experts x widths) "
+        f"or {api.DENSE_ROWS} rows that each go to 1 in {api.DENSE_SHARE} experts or more, else "
+        f"grouped (mosaic {missing})"
+    )
 
 
 def _layer() -> str:
     import jax.numpy as jnp
 
-    from dllm_jax.kernels.layer import api, mosaic, triton
+    from dllm_jax.kernels.layer import api, mosaic
 
-    rows = jnp.zeros((1, 16), jnp.bfloat16)
-    missing = triton.unsupported_type(rows)
+    missing = mosaic.unsupported(jnp.zeros((1, 16), jnp.bfloat16))
     if missing:
-        return f"xla here (triton and mosaic: {missing})"
-    sizes = " or ".join(f"{rows} rows with {size:,} weights" for rows, size in api.SPLIT_WEIGHTS)
-    parts = f"triton here for 16-bit models; their products in parts up to {sizes}"
-    if mosaic.unsupported(rows):
-        return parts
+        return f"xla here (mosaic: {missing})"
     return (
-        f"mosaic here for 16-bit models: products of up to {mosaic.MOST_ROWS} rows, gate and up of "
-        f"more that fill the chip, norms of up to {api.MOSAIC_ROWS:,}, rotations; else "
-        f"{parts}"
+        f"mosaic here for 16-bit models: products of up to {api.MOSAIC_PRODUCT_ROWS:,} rows, gate "
+        "and up of more that fill the chip, norms, rotations; else xla"
     )
 
 

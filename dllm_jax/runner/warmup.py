@@ -7,12 +7,9 @@ time -> each run once on empty slots, which compiles nothing.
 import contextlib
 import dataclasses
 import gc
-import importlib
-import importlib.util
 import itertools
 import math
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -143,7 +140,6 @@ def compile_ahead(
     Returns:
         The largest temporary allocation of a program, in bytes.
     """
-    _name_triton()
     most, done = 0, 0
     pool = ThreadPoolExecutor(min(len(work), num_cores()), "dllm-compile")
     # Lowering holds the GIL. One at a time, so that compilation overlaps with the next lowering.
@@ -169,17 +165,6 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _name_triton() -> None:
-    """Register Triton's dialect under the name by which MLIR imports dialects.
-
-    MLIR imports it for every operation, and jaxlib keeps it elsewhere. Failed imports, some 2,500 a
-    program, took a third of a decode program's lowering. The lowered text is the same.
-    """
-    with contextlib.suppress(ImportError):
-        if _TRITON not in sys.modules and importlib.util.find_spec(_TRITON) is None:
-            sys.modules[_TRITON] = importlib.import_module("jaxlib.triton.dialect")
 
 
 @contextlib.contextmanager

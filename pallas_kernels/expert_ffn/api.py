@@ -18,12 +18,12 @@ from .. import dispatch
 from ..activation import Activation
 from ..dispatch import BackEnd
 from ..layer.routed import RoutedRows
-from . import grouped, mosaic, reference, triton
+from . import grouped, mosaic, reference
 from .fp8 import Fp8Experts
 from .mosaic import Dense
 from .transforms import transformable
 
-Implementation = Literal["dense", "grouped", "triton", "mosaic"]
+Implementation = Literal["dense", "grouped", "mosaic"]
 
 # On a CPU the reference is faster for little work, where the bookkeeping of tiles costs more than
 # it saves, and for few rows and few experts, where tiles are mostly padding and most experts are
@@ -33,10 +33,6 @@ Implementation = Literal["dense", "grouped", "triton", "mosaic"]
 DENSE_WORK = 1_000_000  # T x E x D x F
 DENSE_ROWS = 16
 DENSE_SHARE = 4  # experts in all, per expert of a row
-# Most rows of the Mosaic form: on an H200 it is 1 to 9 % faster than Triton's at 32 and 256 rows, 9
-# to 18 % at 1,024, 29 to 33 % at 4,096 (benchmarks/results/expert_ffn_mosaic_h200.json); more were
-# not measured.
-MOSAIC_ROWS = 4096
 # Most rows that take a dense half in the experts' launches: with more, products are bound by the
 # tensor cores, and XLA's are the faster ones.
 DENSE_HALF_ROWS = 1024
@@ -68,10 +64,9 @@ def expert_ffn(
         activation: Of the gate; "gelu" is its tanh approximation.
         is_summed: False leaves the sum over k to the norm that follows, if the back end can.
         implementation: "dense" (every expert over every row: the reference; any device), "grouped"
-            (a loop over the experts that have rows; any device), "triton" (NVIDIA GPU, not for
-            experts of 8 bits), "mosaic" (Hopper, rows of 16 bits, jax 0.11; it rounds each expert's
-            result to the dtype of `x` before the sum), or None for the fastest that supports the
-            arguments.
+            (a loop over the experts that have rows; any device), "mosaic" (Hopper, rows of 16 bits,
+            jax 0.11; it rounds each expert's result to the dtype of `x` before the sum), or None
+            for the fastest that supports the arguments.
 
     Returns:
         Rows in the dtype of `x`; zeros for a row without an expert.
@@ -133,12 +128,7 @@ def _back_ends(
     is_little = is_few or T * math.prod(w_down.shape) <= DENSE_WORK
     return {
         "mosaic": BackEnd(
-            transformable(mosaic.expert_ffn, activation),
-            mosaic.unsupported(x, w_down),
-            T <= MOSAIC_ROWS or isinstance(w_down, Fp8Experts),  # which Triton's has no form for
-        ),
-        "triton": BackEnd(
-            transformable(triton.expert_ffn, activation), triton.unsupported(x, w_down)
+            transformable(mosaic.expert_ffn, activation), mosaic.unsupported(x, w_down)
         ),
         "dense": BackEnd(
             functools.partial(reference.expert_ffn, activation=activation),

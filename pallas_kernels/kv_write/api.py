@@ -9,9 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from .. import dispatch
 from ..dispatch import BackEnd
-from . import fp8, mosaic, reference, triton
+from . import fp8, mosaic, reference
 
-Implementation = Literal["xla", "triton", "mosaic"]
+Implementation = Literal["xla", "mosaic"]
 Keys: TypeAlias = Float[Array, "P G Z H"]
 Values: TypeAlias = Float[Array, "P G Z H"] | Float[Array, "P G H Z"]  # `fp8.is_token_last`
 Rows: TypeAlias = Float[Array, "*M G H"]
@@ -32,8 +32,8 @@ def write_rows(
             one shape are written together. Values of 8 bits are token-last.
         page, offset: Where each row goes, the same in all arrays. Places are distinct and pages
             not negative: back ends differ there. A row whose page is P or more is dropped.
-        implementation: "xla" (any device), "triton" (NVIDIA GPU), "mosaic" (Hopper, jax 0.11), or
-            None for the one that is preferred here.
+        implementation: "xla" (any device), "mosaic" (Hopper, jax 0.11), or None for the one that
+            is preferred here.
 
     Returns:
         The pages.
@@ -62,14 +62,9 @@ def _write_alike(
     """The same for layers of one shape; keys and values alternate."""
     token_last = (False, fp8.is_token_last(pages[1])) * (len(pages) // 2)
     rows = tuple(new.reshape(-1, *new.shape[-2:]) for new in rows)  # one kernel a number of rows
-    # Microseconds of a write of SDAR-1.7B on an H200, Mosaic / Triton. 16 bits, with the loop
-    # around it: 32 rows 41 / 50, 1,024 rows 101 / 80 (benchmarks/results/kv_write_h200.json).
-    # 8 bits, without the loop: 8 / 6 and 84 / 57 (benchmarks/notes/layer_launches.md). In a step a
-    # launch takes 3, and JAX has deprecated Triton, so Hopper takes Mosaic where it can.
     is_short = pages[0].dtype.itemsize <= 2
     back_ends = {
         "mosaic": BackEnd(mosaic.write_rows, mosaic.unsupported(pages, page, token_last), is_short),
-        "triton": BackEnd(triton.write_rows, triton.unsupported(pages, page, token_last), is_short),
         "xla": BackEnd(reference.write_rows),
     }
     return dispatch.run(implementation, back_ends, pages, rows, page, offset, token_last)

@@ -27,15 +27,11 @@ from . import (
     mosaic_reduce,
     mosaic_rotate,
     reference,
-    triton,
 )
 from .fp8 import Fp8Groups, Fp8Matrix, Fp8Rows, Fp8Sums
 from .routed import RoutedRows
 
-Implementation = Literal["xla", "triton", "mosaic"]
-# (rows, weights) up to which `split_matmul` of Triton is faster than XLA; measured at 32, 128 and
-# 1024 rows (benchmarks/notes/layer_launches.md).
-SPLIT_WEIGHTS = ((32, 2**22), (128, 2**24))
+Implementation = Literal["xla", "mosaic"]
 # Least and most weights of a matrix whose product is faster with Mosaic; measured at 32 and 128
 # rows with the matrices of SDAR-1.7B and -8B (benchmarks/notes/few_row_products.md), and with those
 # of LLaDA2-mini's shared expert (benchmarks/notes/experts.md).
@@ -47,8 +43,8 @@ MOSAIC_LEAST_SHARE = 0.88
 # Most rows of a product of 8 bits by Mosaic's form for many rows, measured at 1,024 rows
 # (benchmarks/results/fp8_many_check_h200.json, fp8_many_steps_h200.json).
 MOSAIC_MANY_FP8_ROWS = 1024
-# Most rows of `add_rms_norm` with Mosaic: it saves 1 % of a step at 128 and at 1024 rows.
-MOSAIC_ROWS = 1024
+# Most rows whose norm adds up the results of their experts; more were not measured.
+ROUTED_ROWS = 1024
 # Most rows of a product of 16 bits by Mosaic's form for many rows. A step of SDAR-1.7B on an H200
 # with it and Mosaic's norm, ms, and by XLA: 512 rows 3.60 / 3.77, 1,024 rows 6.60 / 6.79, 2,048
 # rows 11.9 / 11.7, 4,096 rows 24.5 / 23.1 to 23.4 (benchmarks/results/few_programs_h200.json).
@@ -108,8 +104,8 @@ def add_rms_norm(
             rounded once, with `x`.
         is_quantized: The norm is rounded once more, to 8 bits: a product with an `Fp8Matrix`
             follows.
-        implementation: "xla" (any device), "triton" (NVIDIA GPU), "mosaic" (Hopper, 16-bit, jax
-            0.11), or None for the fastest.
+        implementation: "xla" (any device), "mosaic" (Hopper, 16-bit, jax 0.11), or None for the
+            fastest.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
@@ -118,15 +114,6 @@ def add_rms_norm(
         "mosaic": BackEnd(
             functools.partial(mosaic.add_rms_norm, is_quantized=is_quantized),
             mosaic.unsupported(x) or mosaic.unsupported_row(x),
-            _num_rows(x) <= MOSAIC_ROWS,
-        ),
-        "triton": BackEnd(
-            triton.add_rms_norm,
-            (_NO_FP8 if is_quantized else None)
-            or (_NO_SEVERAL if isinstance(y, tuple) else None)
-            or triton.unsupported_type(x)
-            or triton.unsupported_row(x),
-            x.dtype.itemsize == 2,
         ),
         "xla": BackEnd(functools.partial(_plain_norm, is_quantized)),
     }
@@ -141,7 +128,7 @@ def takes_routed(
     fits = mosaic.unsupported_row if is_plain else mosaic.unsupported_sandwich
     if getattr(ops, norm) is not None or ops.axis is not None:
         return False
-    is_few = not is_plain or _num_rows(x) <= MOSAIC_ROWS
+    is_few = not is_plain or _num_rows(x) <= ROUTED_ROWS
     return is_few and not (mosaic.unsupported(x) or fits(x))
 
 
@@ -360,9 +347,9 @@ def split_matmul(
         x, dtype, one_rounding: As in `qkv_matmul`.
         axis: The axis of a mesh whose devices each have a part of K and want their share of the
             sum. With an `Fp8Matrix` the parts of a row then have one scale, which crosses devices.
-        implementation: "xla" (any device; rows), "triton" (NVIDIA GPU, 16-bit; parts), "mosaic"
-            (Hopper, 16-bit, jax 0.11; up to 128 rows, or a multiple of 128), or None for the
-            fastest, addition included.
+        implementation: "xla" (any device), "mosaic" (Hopper, 16-bit, jax 0.11; up to 128 rows, of
+            which it returns parts, or a multiple of 128), or None for the fastest, addition
+            included.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
@@ -372,21 +359,11 @@ def split_matmul(
         is_many = _num_rows(rows.values) > mosaic.MOST_ROWS
         back_ends = {
             "mosaic": (_many_rows_split_fp8 if is_many else _split_fp8)(rows, w, kind),
-            "triton": BackEnd(triton.split_matmul, _NO_FP8),
             "xla": BackEnd(functools.partial(fp8.matmul, dtype=kind)),
         }
         return dispatch.run(implementation, back_ends, rows, w)
     assert isinstance(x, jax.Array)
-    tiling = choose_tiling(x, w)
-    back_ends = {
-        "mosaic": _product(x, w, one_rounding),
-        "triton": BackEnd(
-            functools.partial(triton.split_matmul, tiling=tiling),
-            triton.unsupported_type(x) or triton.unsupported_product(x, w, tiling),
-            _is_small(x, w),
-        ),
-        "xla": BackEnd(reference.matmul),
-    }
+    back_ends = {"mosaic": _product(x, w, one_rounding), "xla": BackEnd(reference.matmul)}
     return dispatch.run(implementation, back_ends, x, w)
 
 
@@ -457,10 +434,6 @@ def _few_rows(x: Array, w: Array) -> BackEnd:
         reason or mosaic.unsupported_product(x, flat, tiling),
         _is_within(w, MOSAIC_GATED_WEIGHTS),
     )
-
-
-_NO_FP8 = "has no form for 8 bits"
-_NO_SEVERAL = "has no form that adds up several"
 
 
 def _in_8_bits(
@@ -603,8 +576,8 @@ def rotate_qkv(
         cos, sin: Cosines and sines of the rotary angles, float32. Components past 2 R2 are not
             rotated.
         dtype: Type of the results; None for that of `qkv`.
-        implementation: "xla" (any device), "triton" (NVIDIA GPU), "mosaic" (Hopper, jax 0.11, to
-            16 bits), or None for the fastest.
+        implementation: "xla" (any device), "mosaic" (Hopper, jax 0.11, to 16 bits), or None for
+            the fastest.
 
     Returns:
         Queries, keys and values; N = G n, the query heads of a KV head side by side.
@@ -622,11 +595,6 @@ def rotate_qkv(
             mosaic_rotate.rotate_qkv,
             mosaic.unsupported(jax.ShapeDtypeStruct(qkv.shape, dtype))
             or mosaic_rotate.unsupported_heads(qkv, cos),
-        ),
-        "triton": BackEnd(
-            triton.rotate_qkv,
-            triton.unsupported_type(qkv) or triton.unsupported_heads(qkv, cos),
-            dtype.itemsize == 2,
         ),
         "xla": BackEnd(reference.rotate_qkv),
     }
@@ -680,27 +648,6 @@ def norm_rotate(
 
 def _plain_heads(dtype: Any, qkv: Array | Fp8Sums, *rest: Any, **how: Any) -> Any:
     return reference.norm_rotate(fp8.rounded(qkv, dtype), *rest, **how)
-
-
-def choose_tiling(x: Array, w: Array) -> triton.Tiling:
-    """Triton's tile for these operands.
-
-    Of the tiles that benchmarks/layer_gpu.py tried in half a layer, it is within 1 % of the best at
-    32 and at 128 rows; 33 to 127 rows were not measured.
-    """
-    rows = _num_rows(x)
-    if rows <= 32:
-        return triton.Tiling(rows=32, depth=128, num_stages=3)
-    # A narrow matrix has one tile for each multiprocessor, others have two.
-    return triton.Tiling(
-        rows=64 if rows <= 64 else 128, num_warps=8 if rows > 64 and w.shape[1] <= 2048 else 4
-    )
-
-
-def _is_small(x: Array, w: Array) -> bool:
-    """Whether Triton's parts are faster than XLA's product and its separate sum."""
-    sizes = [size for rows, size in SPLIT_WEIGHTS if _num_rows(x) <= rows]
-    return bool(sizes) and w.size <= sizes[0]
 
 
 def _is_within(w: Array | Fp8Matrix, sizes: tuple[int, int]) -> bool:

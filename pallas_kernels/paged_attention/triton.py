@@ -18,7 +18,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
-from .. import triton_offsets
 from ..kv_write import fp8
 from .mask import WindowMask, facts
 
@@ -72,7 +71,10 @@ def unsupported_arguments(q: Array, k_pages: Array, mask: WindowMask) -> str | N
         return f"needs a head size that is a power of two from {_LEAST_SIDE} to 256, got {H}"
     if Z & (Z - 1) or Z < _LEAST_SIDE:
         return f"needs a page size that is a power of two from {_LEAST_SIDE} up, got {Z}"
-    return triton_offsets.unsupported(k_pages)
+    # Pallas gives Triton signed offsets of 32 bits, counted in elements, up to 2**32 bytes.
+    if k_pages.size > 2**31 and k_pages.size * k_pages.dtype.itemsize <= 2**32:
+        return f"cannot address an array of 8 bits and 2 to 4 GiB, got {k_pages.size} elements"
+    return None
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "tiling", "interpret"))  # traced once

@@ -53,8 +53,8 @@ def test_convert_keeps_every_bit(random_folder, capsys, tmp_path):
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic's forms need jax 0.11.2")
 def test_info_names_the_kernels_of_hopper(on_hopper):
     layer = info._layer()
-    assert layer.startswith("mosaic here for 16-bit models: products of up to 128 rows, gate and")
-    assert "norms of up to 1,024, rotations; else triton here" in layer
+    assert layer.startswith("mosaic here for 16-bit models: products of up to 1,024 rows, gate and")
+    assert "norms, rotations; else xla" in layer
     assert "on Hopper mosaic from 128 rows on, 4,096 at a time, else triton" in info._readout()
 
 
@@ -70,11 +70,11 @@ def test_info_tells_what_runs_here(capsys):
             facts["kernels"]["paged_attention"]
             == "xla here (cudnn, triton and mosaic: needs an NVIDIA GPU)"
         )
-        assert facts["kernels"]["expert_ffn"].endswith("else grouped (triton needs an NVIDIA GPU)")
+        assert "else grouped (mosaic needs an NVIDIA GPU" in facts["kernels"]["expert_ffn"]
         assert facts["kernels"]["token_readout"].endswith(
             "(triton and mosaic: needs an NVIDIA GPU)"
         )
-        assert facts["kernels"]["layer"] == "xla here (triton and mosaic: needs an NVIDIA GPU)"
+        assert facts["kernels"]["layer"].startswith("xla here (mosaic: needs an NVIDIA GPU")
     assert facts["models"]["builtin:tiny-sdar"].endswith("multi_bd, block 32, buffer 4")
     assert facts["models"]["builtin:tiny-qwen3"].endswith("ar, block 1, buffer 1")
     drafter = facts["models"]["builtin:tiny-qwen3-dflash"]

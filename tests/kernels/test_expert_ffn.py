@@ -2,7 +2,7 @@
 
 Ragged and skewed routing, experts without rows, pairs and rows without expert, one expert twice in
 a row; garbage in rows without an expert changes nothing, a row's bits do not depend on the others,
-nothing the size of all weights is ever copied, and the kernels lower for the published models.
+and nothing the size of all weights is ever copied.
 """
 
 import functools
@@ -14,26 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_jax.kernels.expert_ffn import api, expert_ffn, grouped, reference, triton
+from dllm_jax.kernels.expert_ffn import api, expert_ffn, grouped, reference
 from dllm_jax.kernels.expert_ffn.fp8 import quantize_experts
 from dllm_jax.kernels.expert_ffn.tiles import combine, max_tiles, tile_table
-from dllm_jax.kernels.expert_ffn.transforms import transformable
-from tests.cross_lowering import H200, triton_grids
 from tests.oracles import expert_ffn as oracle
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-2}  # absolute; results reach 7
-SMALL_TILES = triton.Tiling(
-    rows=16,
-    gate_up=triton.Block(columns=16, depth=32, num_warps=4, num_stages=2),
-    down=triton.Block(columns=32, depth=16, num_warps=4, num_stages=2),
-)
-interpreted = transformable(
-    functools.partial(triton.expert_ffn, tiling=SMALL_TILES, interpret=True)
-)
 RUN = {
     "dense": jax.jit(functools.partial(expert_ffn, implementation="dense")),
     "grouped": jax.jit(functools.partial(expert_ffn, implementation="grouped")),
-    "triton": jax.jit(interpreted),
 }
 BATCH, ALONE, MANY_EXPERTS = (43, 3, 5, 32, 48), (1, 3, 5, 32, 48), (2, 6, 70, 16, 16)  # T k E D F
 
@@ -76,21 +65,6 @@ def test_expert_ffn_matches_numpy(name, dtype, shape):
     want = oracle.expert_ffn(*arguments)
     assert np.abs(want).max() > 0.3  # large enough for a relative error to show
     np.testing.assert_allclose(run(name, arguments), want, atol=TOLERANCE[dtype])
-
-
-@pytest.mark.slow(unless="pallas_kernels")
-def test_triton_programs_need_no_order(monkeypatch):
-    def backwards(*arguments):
-        table = tile_table(*arguments)
-        turned = {name: getattr(table, name)[::-1] for name in ("expert", "first", "length")}
-        return table._replace(**turned)
-
-    arguments = case(BATCH)
-    want = run("triton", arguments)
-    monkeypatch.setattr(triton, "tile_table", backwards)
-    unjitted = triton.expert_ffn.__wrapped__  # its cache would know the other table
-    call = jax.jit(functools.partial(unjitted, tiling=SMALL_TILES, interpret=True))
-    assert np.array_equal(call(*map(jnp.asarray, arguments)), want)
 
 
 def test_grouped_reads_each_expert_once_and_only_those_with_rows(monkeypatch):
@@ -190,11 +164,10 @@ def test_experts_in_8_bits_match_numpy_whatever_goes_nowhere(name, dtype):
     assert np.array_equal(np.asarray(both, np.float32).reshape(42, -1), got[:42])
 
 
-@pytest.mark.parametrize("name", ["grouped", "triton"])
-def test_expert_ffn_row_alone_has_the_bits_it_has_in_a_batch(name):
+def test_expert_ffn_row_alone_has_the_bits_it_has_in_a_batch():
     arguments = case(BATCH)
-    together = run(name, arguments)
-    alone = run(name, [a[17:18] for a in arguments[:3]] + arguments[3:])
+    together = run("grouped", arguments)
+    alone = run("grouped", [a[17:18] for a in arguments[:3]] + arguments[3:])
     assert np.array_equal(alone[0], together[17])
 
 
@@ -321,8 +294,7 @@ def test_expert_ffn_chooses_what_was_measured_to_be_fastest(monkeypatch):
     assert chosen(8, 8, 64, 1024, 512) == "grouped"
     assert chosen(4, 8, 256, 2048, 512) == "grouped"
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert chosen(4, 8, 256, 2048, 512) == "triton"
-    assert chosen(4, 8, 256, 2048, 500) == "grouped"
+    assert chosen(64, 2, 4, 32, 64) == "grouped", "of little work, too"
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
@@ -333,15 +305,12 @@ def test_expert_ffn_of_no_rows_gives_none(monkeypatch, platform):
     for name in (None, "dense", "grouped"):
         out = expert_ffn(*arguments, implementation=name)
         assert (out.shape, out.dtype) == ((0, 32), jnp.bfloat16)
-    if platform == "gpu":
-        with pytest.raises(NotImplementedError, match='"triton": needs at least one row'):
-            expert_ffn(*arguments, implementation="triton")
 
 
 def test_expert_ffn_refuses_what_it_cannot_do():
     arguments = list(map(jnp.asarray, case(BATCH)))
-    with pytest.raises(NotImplementedError, match='"triton": needs an NVIDIA GPU; use "grouped"'):
-        expert_ffn(*arguments, implementation="triton")
+    with pytest.raises(NotImplementedError, match='"mosaic": needs an NVIDIA GPU'):
+        expert_ffn(*arguments, implementation="mosaic")
     with pytest.raises(ValueError, match="implementation='cudnn' is not one of"):
         expert_ffn(*arguments, implementation="cudnn")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"must both be \[T k\] with T=43"):
@@ -353,56 +322,11 @@ def test_expert_ffn_refuses_what_it_cannot_do():
     small = in_8_bits(arguments)
     with pytest.raises(ValueError, match="both or none must have 8 bits"):
         expert_ffn(*small[:4], arguments[4])
-    with pytest.raises(NotImplementedError, match="needs an NVIDIA GPU"):
-        expert_ffn(*small, implementation="triton")
-    assert triton.unsupported_arguments(arguments[0], small[4]) == (
-        "needs experts of 16 or 32 bits, got float8_e4m3fn"
-    )
-    odd = jnp.zeros((2, 24, 32))
-    assert triton.unsupported_arguments(arguments[0], odd) == (
-        "needs widths that are multiples of 16, got D=32 and F=24"
-    )
-    reason = triton.unsupported_arguments(arguments[0].astype(jnp.float8_e4m3fn), arguments[4])
-    assert reason == "needs bfloat16, float16 or float32, got float8_e4m3fn"
-    assert triton.unsupported_arguments(arguments[0], arguments[4]) is None
-
-
-MODELS = {  # E D F k
-    "LLaDA2-mini": (256, 2048, 512, 8),
-    "LLaDA2-flash": (256, 4096, 1024, 8),
-    "SDAR-30B-A3B": (128, 2048, 768, 8),
-}
-
-
-@pytest.mark.slow(unless="pallas_kernels")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("model", MODELS)
-def test_triton_is_chosen_and_lowers_for_published_models(monkeypatch, model, dtype):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "devices", lambda *_: [object()])  # none of the Hopper kind
-    E, D, F, k = MODELS[model]
-    shape = jax.ShapeDtypeStruct
-    for T in (4, 32, 128, 1024):
-        with jax.sharding.use_abstract_mesh(H200):
-            traced = jax.jit(expert_ffn).trace(
-                shape((T, D), dtype),
-                shape((T, k), jnp.int32),
-                shape((T, k), jnp.float32),
-                shape((E, D, 2, F), dtype),
-                shape((E, F, D), dtype),
-            )
-            lowered = traced.lower(lowering_platforms=("cuda",))
-        grids = triton_grids(lowered.compiler_ir("stablehlo").operation)
-        tiles = max_tiles(T * k, E, triton.Tiling().rows)
-        assert grids == [(F // 64, tiles, 1), (D // 128, tiles, 1)]
 
 
 GELU = {
     "dense": functools.partial(expert_ffn, implementation="dense", activation="gelu"),
     "grouped": functools.partial(expert_ffn, implementation="grouped", activation="gelu"),
-    "triton": transformable(
-        functools.partial(triton.expert_ffn, tiling=SMALL_TILES, interpret=True), "gelu"
-    ),
 }
 
 

@@ -196,15 +196,6 @@ def test_operations_of_a_layer_take_either_kind_of_rows():
         close(got, product)
 
 
-def test_triton_says_that_it_has_no_form_for_8_bits():
-    matrix = fp8.quantize_matrix(jnp.ones((32, 32), jnp.bfloat16))
-    x = jnp.ones((8, 32), jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match="has no form for 8 bits"):
-        split_matmul(x, matrix, implementation="triton")
-    with pytest.raises(NotImplementedError, match="has no form for 8 bits"):
-        add_rms_norm(x, x, x[0], EPS, is_quantized=True, implementation="triton")
-
-
 @pytest.mark.slow("96", unless="pallas_kernels")
 @needs_mosaic
 @pytest.mark.parametrize(

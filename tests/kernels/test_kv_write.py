@@ -12,14 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax.kernels.kv_write import mosaic, reference, triton, write_rows
-from tests.cross_lowering import H200, triton_grids
+from dllm_jax.kernels.kv_write import mosaic, reference, write_rows
+from tests.cross_lowering import H200
 from tests.kernels.test_layer_mosaic import interpreted, lowered
 from tests.oracles import layer as oracle
 
 RUN = {
     "xla": jax.jit(reference.write_rows, static_argnums=4),
-    "triton": jax.jit(functools.partial(triton.write_rows, interpret=True), static_argnums=4),
 }
 PAGE = np.asarray([0, 3, 11, 12, 5, 5, 6, 1, 10, 14], np.int32)  # of 11: four rows go nowhere
 OFFSET = np.asarray([0, 3, 1, 2, 5, 6, 3, 7, 1, 1], np.int32)
@@ -134,70 +133,20 @@ def test_in_a_loop_pages_are_their_own_results_of_one_mosaic_kernel(on_hopper):
     assert text.as_text().count("output_operand_alias<") == 2 * layers
 
 
-@pytest.mark.slow(unless="pallas_kernels")
-@pytest.mark.versions
-def test_many_arrays_take_more_than_one_launch(monkeypatch):
-    monkeypatch.setattr(triton, "_OPERANDS", 9)
-    pages, rows, token_last = case(8, E4M3, E4M3)
-    write = functools.partial(triton.write_rows.__wrapped__, interpret=True)
-    run = jax.jit(write, static_argnums=4)
-    arguments = tuple(pages), tuple(rows), PAGE, OFFSET, token_last
-    assert str(run.trace(*arguments).jaxpr).count("pallas_call[") == 3
-    want = oracle.write_rows(pages, rows, PAGE, OFFSET, token_last)
-    for a, b in zip(run(*arguments), want, strict=True):
-        assert np.array_equal(a, b)
-
-
-@pytest.mark.versions
-@pytest.mark.parametrize(
-    ("layers", "dtype"),
-    [
-        (28, "bfloat16"),
-        (28, E4M3),
-        pytest.param(80, "bfloat16", marks=pytest.mark.slow),
-    ],
-)
-def test_pages_are_their_own_results_on_a_gpu(monkeypatch, layers, dtype):
-    """One launch writes keys and values, token-last or not."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    shape, values = jax.ShapeDtypeStruct, (128, 64) if dtype == E4M3 else (64, 128)
-    pages = (tuple(shape((37, 8, *sizes), dtype) for sizes in ((64, 128), values)),) * layers
-    rows = ((shape((4, 32, 8, 128), dtype),) * 2,) * layers
-    slots = (shape((128,), jnp.int32),) * 2
-    with jax.sharding.use_abstract_mesh(H200):
-        traced = jax.jit(functools.partial(write_rows)).trace(pages, rows, *slots)
-        lowered = traced.lower(lowering_platforms=("cuda",))
-    grids = triton_grids(lowered.compiler_ir("stablehlo").operation)
-    programs = 128 // (triton._BYTE_ROWS if dtype == E4M3 else triton._ROWS)
-    assert grids == [(programs, 8, -(-2 * layers // 8))] if layers < 67 else len(grids) == 2
-    assert lowered.as_text().count("output_operand_alias<") == 2 * layers
-
-
 @pytest.mark.versions
 def test_write_rows_refuses_what_it_cannot_do(monkeypatch):
     pages, rows, _ = case(2, "float32", "float32")
     arguments = (pairs(pages), pairs(rows), jnp.asarray(PAGE), jnp.asarray(OFFSET))
-    with pytest.raises(NotImplementedError, match='"triton": needs an NVIDIA GPU; use "xla"'):
-        write_rows(*arguments, implementation="triton")
+    with pytest.raises(NotImplementedError, match='"mosaic": needs '):
+        write_rows(*arguments, implementation="mosaic")
     with pytest.raises(ValueError, match="implementation='cudnn' is not one of"):
         write_rows(*arguments, implementation="cudnn")  # pyright: ignore[reportArgumentType]
-    alike, turned = (False, False), (False, True)
-    why = functools.partial(triton.unsupported_arguments, page=PAGE, token_last=alike)
-    assert why(pages) is None
-    assert "pages of one shape" in str(why((pages[0], pages[1][:4])))
-    assert "pages of one shape" in str(why(pages, token_last=turned))
-    assert why((pages[0], pages[1].swapaxes(2, 3)), token_last=turned) is None
     none = jnp.zeros((0,), jnp.int32)
     given = (arguments[0], pairs([mine[:0, 0] for mine in rows]), none, none)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert all(map(np.array_equal, jax.tree.leaves(write_rows(*given)), pages))
-    with pytest.raises(NotImplementedError, match='"triton": needs at least one row'):
-        write_rows(*given, implementation="triton")
-    assert "got 24" in str(why((jnp.ones((2, 1, 8, 24)),), token_last=(False,)))
-    large = functools.partial(jax.ShapeDtypeStruct, (2**22 + 1, 4, 1, 128))  # more than 2**31
-    assert "2 to 4 GiB" in str(why((large(jnp.float8_e4m3fn),), token_last=(False,)))
-    assert why((large(jnp.bfloat16),), token_last=(False,)) is None
     if jax.__version_info__ >= (0, 11, 2):
+        alike = (False, False)
         why = functools.partial(mosaic.unsupported_arguments, page=PAGE)
         assert "multiple of 128, got 16" in str(why(pages, token_last=alike))
         wide = (jnp.ones((2, 1, 8, 256)),) * 2
@@ -206,26 +155,12 @@ def test_write_rows_refuses_what_it_cannot_do(monkeypatch):
 
 
 @pytest.mark.versions
-def test_the_kernel_is_chosen_for_16_bits_on_a_gpu(monkeypatch):
-    def kernels(dtype, size=16):
-        pages, rows, _ = case(2, dtype, dtype, size=size)
-        fresh = functools.partial(write_rows)  # JAX caches what it traced of a function
-        made = jax.make_jaxpr(fresh)(pairs(pages), pairs(rows), PAGE, OFFSET)
-        return str(made).count("pallas_call[")
-
-    assert kernels("bfloat16") == 0
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert [kernels("bfloat16"), kernels("float32"), kernels("bfloat16", size=24)] == [1, 0, 0]
-
-
-@pytest.mark.versions
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", E4M3])
 @pytest.mark.parametrize("arrays", [2, 56])
-@pytest.mark.parametrize("form", ["triton", "mosaic"])
-def test_rows_go_where_they_belong_on_a_gpu(arrays, dtype, form):
+def test_rows_go_where_they_belong_on_a_gpu(arrays, dtype):
     pages, rows, token_last = case(arrays, dtype, dtype, heads=8, size=128)
-    run = jax.jit(functools.partial(write_rows, implementation=form), donate_argnames="pages")
+    run = jax.jit(functools.partial(write_rows, implementation="mosaic"), donate_argnames="pages")
     given = pairs(pages)
     got = jax.tree.leaves(run(pages=given, rows=pairs(rows), page=PAGE, offset=OFFSET))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))

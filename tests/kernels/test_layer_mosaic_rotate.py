@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax.kernels.layer import mosaic_rotate, reference, rotate_qkv, triton
+from dllm_jax.kernels.layer import mosaic_rotate, reference, rotate_qkv
 from tests.kernels.test_layer_mosaic import (
     EPS,
     MODELS,
@@ -116,9 +116,9 @@ def test_few_rows_lower_to_one_kernel(on_hopper, model, rows, parts):
     assert lowered(turn, *shapes(model, rows, parts)) == (1, 0)
 
 
-def test_heads_of_other_sizes_and_gpus_are_left_to_triton(monkeypatch, on_hopper):
+def test_heads_of_other_gpus_are_left_to_xla(monkeypatch, on_hopper):
     found = []
-    for module, name in ((mosaic_rotate, "mosaic"), (triton, "triton")):
+    for module, name in ((mosaic_rotate, "mosaic"), (reference, "xla")):
         run = lambda *_, name=name, **__: found.append(name)  # noqa: E731
         monkeypatch.setattr(module, "rotate_qkv", run)
 
@@ -135,7 +135,7 @@ def test_heads_of_other_sizes_and_gpus_are_left_to_triton(monkeypatch, on_hopper
     )
     assert found[1:] == ["mosaic"]
     monkeypatch.setattr(jax, "devices", lambda *_: [object()])  # a GPU of another kind
-    assert chosen("SDAR-8B", 128) == "triton"
+    assert chosen("SDAR-8B", 128) == "xla"
 
 
 def test_what_mosaic_cannot_do_is_refused(on_hopper):

@@ -10,8 +10,6 @@ import dataclasses
 import gc
 import io
 import itertools
-import subprocess
-import sys
 import threading
 import time
 import types
@@ -202,31 +200,6 @@ def test_programs_are_lowered_one_by_one_while_those_before_are_compiled(is_froz
     assert frozen[0] > 10_000
     # What somebody else froze stays so (objects that went are not counted any more).
     assert (before > 0) == is_frozen == (gc.get_freeze_count() > 0)
-
-
-SEARCHES = """
-import sys, types, jax, jax.numpy as jnp
-from dllm_jax.runner import warmup
-from dllm_jax.kernels.layer import triton
-from tests.cross_lowering import H200
-
-searched = []
-sys.meta_path.insert(0, types.SimpleNamespace(find_spec=lambda name, *_: searched.append(name)))
-row, scale = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 64), (64,)))
-for prepare in (lambda: None, warmup._name_triton):  # what MLIR has found it keeps
-    prepare()
-    searched.clear()
-    with jax.sharding.use_abstract_mesh(H200):
-        traced = jax.jit(lambda *given: triton.add_rms_norm(*given, 1e-6)).trace(row, row, scale)
-        print(hash(traced.lower(lowering_platforms=("cuda",)).as_text()))
-    print(searched.count("jaxlib.mlir.dialects.tt") > 10)
-"""
-
-
-def test_what_kernels_are_made_of_is_not_searched_for_in_vain():
-    found = subprocess.check_output([sys.executable, "-c", SEARCHES], cwd=ROOT, text=True)
-    before, is_searched, after, is_again = found.split()
-    assert (before, is_searched, is_again) == (after, "True", "False")
 
 
 def test_every_size_of_every_program_is_listed_once_largest_first():
