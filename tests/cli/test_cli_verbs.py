@@ -202,7 +202,7 @@ def test_bar_of_bytes_for_large_folders_only(random_folder, monkeypatch):
             self.closed = True
 
     monkeypatch.setattr("tqdm.tqdm", Bar)
-    unset = ("revision", "lora", "quantization", "kv_cache_dtype", "tokenizer")
+    unset = ("revision", "lora", "quantization", "kv_cache_dtype", "tokenizer", "family")
     args = Namespace(model=str(random_folder), dtype="auto", quantize_head=False)
     vars(args).update(dict.fromkeys(unset))
     sources.load_model(args)
