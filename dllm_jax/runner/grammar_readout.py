@@ -119,7 +119,9 @@ def _wanted(ask: Readout, cells: Cells) -> Bool[Array, "B W"]:
 
 def _is_one_pass(reader: Reader, rows: Array, ask: Readout) -> bool:
     """Whether a kernel reads statistics and grammars of these rows in one pass over the head."""
-    if ask.soft or ask.behind is not None or ask.guide is not None or reader.shard is not None:
+    if ask.soft or reader.shard is not None:
+        return False
+    if any(each is not None for each in (ask.behind, ask.guide, ask.ids)):
         return False
     return reads_ids(reader.unembed, rows, ask.num_top)
 

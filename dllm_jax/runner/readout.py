@@ -6,6 +6,7 @@ are read off the product by a kernel where there is one (`dllm_jax.kernels.token
 from the logits of a chunk of rows.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -80,13 +81,50 @@ def of_rows(ask: Readout, cells: Cells) -> Readout:
     guide = None if ask.guide is None else (cells.rows(ask.guide[0]), ask.guide[1])
     keys = None if ask.keys is None else cells.rows(ask.keys)
     penalty = jax.tree.map(cells.rows, ask.penalty)
-    own = ask.replace(keys=keys, penalty=penalty, guide=guide)
+    ids = None if ask.ids is None else cells.rows(ask.ids)
+    own = ask.replace(keys=keys, penalty=penalty, guide=guide, ids=ids)
     return own.replace(where=None, fixed=None, behind=None)
 
 
 def read_rows(reader: Reader, hidden: Float[Array, "R D"], ask: Readout) -> TokenStats:
     """Statistics of each row, leading axis R."""
-    return read_expected(reader, hidden, ask) if ask.soft else read_stats(reader, hidden, ask)
+    if ask.soft:
+        return read_expected(reader, hidden, ask)
+    stats = read_stats(reader, hidden, ask.replace(ids=None))
+    if ask.ids is None:
+        return stats
+    return stats.replace(id_probs=read_probs(reader, hidden, ask.ids, stats))
+
+
+def read_probs(
+    reader: Reader, hidden: Float[Array, "R D"], ids: Int[Array, "R N"], stats: TokenStats
+) -> Float[Array, "R N"]:
+    """Probabilities of given ids, from a few rows of the head and the confidence of the token.
+
+    Args:
+        stats: Of the same rows, with "raw" confidences: `p(id) = p(token) exp(l_id - l_token)`.
+    """
+    unembed, shard = reader.unembed, reader.shard
+
+    def one(rows: tuple[Array, Array]) -> Array:
+        hidden, ids = rows
+        head = unembed if isinstance(unembed, Head) else None
+        logits = unembed(hidden) if head is None else hidden
+        size = logits.shape[-1] if head is None else len(head.weights)
+        own = ids if shard is None else ids - size * jax.lax.axis_index(shard.axis)
+        near = jnp.clip(own, 0, size - 1)
+        if head is None:
+            found = jnp.take_along_axis(logits, near, axis=-1)
+        else:
+            few = jax.tree.map(lambda leaf: leaf[near], head.weights)
+            of_row = jax.vmap(lambda few, row: dataclasses.replace(head, weights=few)(row))
+            found = of_row(few, hidden)
+        return found if shard is None else shard.total(jnp.where(near == own, found, 0.0))
+
+    asked = jnp.concatenate([stats.token[:, None], ids], axis=1)
+    logits = in_chunks(one, (hidden, asked), whole=FEW_ROWS)
+    share = jnp.exp(logits[:, 1:] - logits[:, :1]) * stats.confidence[:, None]
+    return jnp.where(reader.forbidden(ids), 0.0, share)
 
 
 def read_stats(reader: Reader, hidden: Float[Array, "R D"], ask: Readout) -> TokenStats:

@@ -73,6 +73,8 @@ class TokenStats(struct.PyTreeNode):
         entropy: Of the whole distribution, in nats.
         top_ids: The `num_top` most probable ids; `top_probs` are their probabilities.
         soft: Expected embedding, 0 where not asked for; None: not computed.
+        id_probs: Probabilities of the `ids` that were asked for, 0 in cells that were not; None:
+            not computed.
     """
 
     token: Int[Array, "B K S"]
@@ -81,15 +83,17 @@ class TokenStats(struct.PyTreeNode):
     top_ids: Int[Array, "B K S M"]
     top_probs: Float[Array, "B K S M"]
     soft: Float[Array, "B K S D"] | None = None
+    id_probs: Float[Array, "B K S N"] | None = None
 
     def only(self, where: Bool[Array, "B K S"] | np.ndarray) -> "TokenStats":
         """With the values of cells not asked for in all others."""
-        soft = self.soft
+        soft, probs = self.soft, self.id_probs
         return self.replace(
             token=jnp.where(where, self.token, 0),
             confidence=jnp.where(where, self.confidence, -jnp.inf),
             entropy=jnp.where(where, self.entropy, jnp.inf),
             soft=None if soft is None else jnp.where(where[..., None], soft, 0.0),
+            id_probs=None if probs is None else jnp.where(where[..., None], probs, 0.0),
         )
 
 
@@ -112,6 +116,7 @@ class Readout(struct.PyTreeNode):
     fixed: Bool[Array, "*cells"] | None = None
     behind: Int[Array, "*cells"] | None = None
     allow: tuple[int, ...] = struct.field(pytree_node=False, default=())
+    ids: Int[Array, "*cells N"] | None = None
 
 
 class ForwardOutput(Protocol):
@@ -140,6 +145,7 @@ class ForwardOutput(Protocol):
         fixed: Bool[Array, "B K S"] | None = None,
         behind: Int[Array, "B K S"] | None = None,
         allow: tuple[int, ...] = (),
+        ids: Int[Array, "B K S N"] | None = None,
     ) -> TokenStats:
         """Statistics aligned with the cells: row i is about cell i, also on shifted models.
 
@@ -165,7 +171,15 @@ class ForwardOutput(Protocol):
             behind: Tokens of the window, of which each cell's own follows those before it: it fits
                 a grammar as it does one token at a time, and not all together.
             allow: Ids that may be predicted though they are no text, such as LLaDA2.2's DELETE.
+            ids: Ids of each cell whose probabilities are returned as `id_probs`, such as the
+                likeliest of the last forward. With confidence="raw"; not with penalty, guide, soft.
         """
+        others = confidence != "raw" or soft or not (penalty is None and guide is None)
+        if ids is not None and others:
+            raise ValueError(
+                "ids= reads probabilities of the plain law; give confidence='raw' and leave "
+                "penalty, guide and soft out"
+            )
         return self.read(
             Readout(
                 where,
@@ -180,6 +194,7 @@ class ForwardOutput(Protocol):
                 fixed,
                 behind,
                 allow,
+                ids,
             )
         )
 

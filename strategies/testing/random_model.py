@@ -162,6 +162,8 @@ class Output(struct.PyTreeNode, ForwardOutput):
         sure = jnp.where(wrong, 1.0, stats.confidence)
         answered = self._answered() if ask.where is None else ask.where & self._answered()
         stats = stats.replace(token=token, confidence=sure, soft=self.hidden if ask.soft else None)
+        if ask.ids is not None:
+            stats = stats.replace(id_probs=jnp.take_along_axis(law, ask.ids, axis=-1))
         return stats.only(answered)
 
     def soft(self, temperature: Any = 1.0) -> Float[Array, "B K S 0"]:

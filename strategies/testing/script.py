@@ -91,7 +91,8 @@ class _ScriptedOutput(struct.PyTreeNode, ForwardOutput):
             law = _guided(law, self.forward.law(other.row, other.positions)[0], scale)
             entropy = -jnp.sum(_plogp(law), axis=-1)
         stats = _read_out(law, entropy, ask.num_top)
-        stats = stats.replace(soft=self.hidden if ask.soft else None)
+        probs = None if ask.ids is None else jnp.take_along_axis(law, ask.ids, axis=-1)
+        stats = stats.replace(soft=self.hidden if ask.soft else None, id_probs=probs)
         return stats if ask.where is None else stats.only(ask.where)
 
     def soft(self, temperature: Any = 1.0) -> Float[Array, "B K S 0"]:

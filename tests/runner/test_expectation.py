@@ -23,6 +23,7 @@ from dllm_jax.runner import readout
 from dllm_jax.runner.chunks import in_chunks
 from dllm_jax.runner.readout import SHARE, Reader, read_expected
 from dllm_jax.strategies.core.protocol import Readout
+from dllm_jax.strategies.core.sampling import Shard
 from dllm_jax.strategies.core.state import NO_TOKEN, Sampling
 
 VOCAB, WIDTH, ROWS = 4 * SHARE + 300, 8, 6
@@ -255,3 +256,35 @@ def test_rows_read_in_chunks_are_those_read_at_once_on_one_device_and_on_two():
     np.testing.assert_allclose(product, halves[0] + halves[1], rtol=1e-6)
     assert np.array_equal(best, sum(jnp.argmax(half, axis=-1) for half in halves))
     assert np.array_equal(drawn, want[2])
+
+
+@pytest.mark.parametrize("kind", ["head", "8 bits", "function", "two devices"])
+def test_50_5_probabilities_of_given_ids_are_those_of_the_law(head, kind):
+    head = dataclasses.replace(head, weights=head.weights[: VOCAB - VOCAB % 2] / 4)
+    if kind == "8 bits":
+        head = dataclasses.replace(head, weights=quantize_head(head.weights))
+    ids = jnp.asarray([[0, 7, FORBIDDEN[0], 4 * SHARE]] * ROWS, jnp.int32)
+    logits = head(HIDDEN)
+    law = jax.nn.softmax(jnp.where(forbidden(jnp.arange(logits.shape[-1])), -jnp.inf, logits))
+
+    def read(unembed, shard=None):
+        ask = Readout(sampling=sampling(0.0), confidence="raw", ids=ids)
+        return readout.read_rows(Reader(unembed, forbidden, shard), HIDDEN, ask).id_probs
+
+    if kind == "two devices":
+        mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+        shard = Shard("tp", len(head.weights))
+        found = jax.jit(
+            jax.shard_map(
+                lambda part: read(dataclasses.replace(head, weights=part), shard),
+                mesh=mesh,
+                in_specs=PartitionSpec("tp"),
+                out_specs=PartitionSpec(),
+                check_vma=False,
+            )
+        )(head.weights)
+    else:
+        found = read((lambda rows: head(rows)) if kind == "function" else head)
+    wanted = jnp.take_along_axis(law, ids, axis=-1)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-9)
+    assert (np.asarray(found) > 0).sum() == 3 * ROWS

@@ -206,7 +206,11 @@ def test_two_clients_with_one_request_id(server):
 
 def test_models_entry(server):
     (entry,) = server.get("/v1/models")[1]["data"]
-    assert (entry["id"], entry["root"], entry["max_model_len"]) == ("scripted", "builtin:scripted", 4096)
+    assert (entry["id"], entry["root"], entry["max_model_len"]) == (
+        "scripted",
+        "builtin:scripted",
+        4096,
+    )
     assert entry["dllm"]["thresholds"] == {
         "accept_threshold": {"value": 0.9, "low": 0.0, "high": 1.0}
     }
