@@ -20,13 +20,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from dllm_jax.engine.layout import NO_LIMIT, EngineLayout, Placement
+from dllm_jax.engine.layout import EngineLayout
 from dllm_jax.kernels.token_readout.head import Fp8Head
 from dllm_jax.loading.model import Model
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.moe import MoEConfig
 from dllm_jax.models.quantization import is_quantized
-from dllm_jax.runner.warmup import pass_kinds
+from dllm_jax.runner.warmup import made_up, pass_kinds
 
 # Bytes a second (copy) and bfloat16 operations a second, measured on the device.
 RATES = {"NVIDIA H200": (4.3e12, 790e12)}
@@ -262,7 +262,7 @@ def _pass_s(runner: Any, clock: Callable[[], float], size: int, columns: int, ki
     first = 0 if kind == "full" else first
     end = first + size
     pages = np.full((columns,), -1, np.int32)
-    runner.admit(0, made_up(layout, columns))
+    runner.admit(0, made_up(layout, columns, SHORT + LONG))
     times = []
     for passes in (SHORT, LONG):
         runner.wait()
@@ -368,26 +368,3 @@ def begin(runner: Any, slot: int, prompt_len: int, pages: np.ndarray) -> None:
         return
     size = layout.prefill_buckets[0]
     runner.prefill(slot, (0,), prompt_len - 1, prompt_len, prompt_len, True, pages, size, "causal")
-
-
-def made_up(layout: EngineLayout, columns: int, steps: int = SHORT + LONG) -> Placement:
-    """A request with as much context as the pages hold, and room for steps behind it."""
-    most = min(columns * layout.page_size, layout.max_model_len)
-    room = steps * layout.window
-    prompt_len = max(0, most - room) // layout.block_size * layout.block_size
-    if layout.in_window or not prompt_len:
-        prompt_len = 1
-    return Placement(
-        tail=(0,) * (prompt_len - layout.prefill_len(prompt_len)),
-        prompt_len=prompt_len,
-        limit=min(prompt_len + room, layout.max_model_len),
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        stop_ids=(),
-        max_nfe=NO_LIMIT,
-        max_run=NO_LIMIT,
-        knobs=layout.knob_values,
-        seed=0,
-        fold=0,
-    )

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from dllm_jax.engine.layout import EngineLayout, PassKind, Placement
+from dllm_jax.engine.layout import NO_LIMIT, EngineLayout, PassKind, Placement
 from dllm_jax.runner import packing
 
 Progress = Callable[[str, int, int], None]
@@ -56,20 +56,7 @@ def every_program(layout: EngineLayout, saved_size: int) -> list[Work]:
             work += [_prefill(size, columns, kind) for size in reversed(layout.prefill_buckets)]
     if layout.prompts_a_pass > 1:
         work.append(_short_prompts(layout))
-    empty = Placement(
-        tail=(),
-        prompt_len=1,
-        limit=1,
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        stop_ids=(),
-        max_nfe=1,
-        max_run=1,
-        knobs=layout.knob_values,
-        seed=0,
-        fold=0,
-    )
+    empty = made_up(layout, layout.page_buckets[-1], 1)
     saved = np.zeros((saved_size,), np.int32)
     work.append(Work("admit", lambda runner: runner.admit_call([(0, empty, False)])))
     if not layout.starts_over:
@@ -81,6 +68,29 @@ def every_program(layout: EngineLayout, saved_size: int) -> list[Work]:
         work.append(Work("copy", lambda runner: runner.copy_call(0, 0)))
     largest = {item.name for item in largest_programs(layout)}
     return sorted(work, key=lambda item: item.name not in largest)
+
+
+def made_up(layout: EngineLayout, columns: int, steps: int) -> Placement:
+    """A request with as much context as the pages hold, and room for steps behind it."""
+    most = min(columns * layout.page_size, layout.max_model_len)
+    room = steps * layout.window
+    prompt_len = max(0, most - room) // layout.block_size * layout.block_size
+    if layout.in_window or not prompt_len:
+        prompt_len = 1
+    return Placement(
+        tail=(0,) * (prompt_len - layout.prefill_len(prompt_len)),
+        prompt_len=prompt_len,
+        limit=min(prompt_len + room, layout.max_model_len),
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        stop_ids=(),
+        max_nfe=NO_LIMIT,
+        max_run=NO_LIMIT,
+        knobs=layout.knob_values,
+        seed=0,
+        fold=0,
+    )
 
 
 def largest_programs(layout: EngineLayout) -> list[Work]:
