@@ -106,7 +106,7 @@ class Constraints:
         self, constraint: Any, stops: tuple[int, ...]
     ) -> tuple[grammars.Ready, ConstraintReport]:
         self._check()
-        if not isinstance(constraint, structured.Constraint | structured.After):
+        if not isinstance(constraint, structured.Constraint | structured.After | structured.Tools):
             raise Refused(
                 f"constraint={checks.short_repr(constraint)} has type "
                 f"{type(constraint).__name__}; give "
@@ -123,8 +123,7 @@ class Constraints:
                 raise Refused(self._refusals[key], "constraint")
         began = time.perf_counter()
         try:
-            automaton = self._automaton(constraint, stops)
-            grammar = grammars.ready(automaton, self._model.config.vocab_size)
+            automaton, grammar = self._made(constraint, stops)
         except (ValueError, RecursionError, MemoryError, OverflowError) as error:
             said = str(error) if isinstance(error, ValueError) else too_large(error)
             self._keep(self._refusals, key, said, MOST_REFUSALS)
@@ -148,6 +147,26 @@ class Constraints:
             while len(kept) > most:
                 kept.popitem(last=False)
 
+    def _made(
+        self, constraint: Any, stops: tuple[int, ...]
+    ) -> tuple[structured.TokenAutomaton, grammars.Ready]:
+        """The automaton, and as the device takes it; of tools that are too many, the first stage's.
+
+        Raises:
+            ValueError: It cannot be compiled.
+        """
+        of_tools = isinstance(constraint, structured.Tools) and constraint.stage == "whole"
+        by_names = dataclasses.replace(constraint, stage="names") if of_tools else constraint
+        first = by_names if of_tools and constraint.is_large else constraint
+        try:
+            automaton = self._automaton(first, stops)
+            return automaton, grammars.ready(automaton, self._model.config.vocab_size)
+        except ValueError as error:
+            if first is by_names or str(error).startswith("tools["):
+                raise
+        automaton = self._automaton(by_names, stops)
+        return automaton, grammars.ready(automaton, self._model.config.vocab_size)
+
     def _automaton(self, constraint: Any, stops: tuple[int, ...]) -> structured.TokenAutomaton:
         never, most_states = self._never(), grammars.BUCKETS[-1].states
         if not isinstance(constraint, structured.After):
@@ -168,8 +187,10 @@ class Constraints:
     @functools.cached_property
     def _words(self) -> structured.Spellings:
         """The vocabulary, read once: a second for 150,000 tokens."""
-        spelt = structured.token_bytes(self._model.tokenizer)
-        return structured.spellings(spelt, structured.first_bytes(self._model.tokenizer, spelt))
+        tokenizer = self._model.tokenizer
+        spelt = structured.token_bytes(tokenizer)
+        words = structured.spellings(spelt, structured.first_bytes(tokenizer, spelt))
+        return dataclasses.replace(words, marks=structured.mark_ids(tokenizer.get_added_vocab()))
 
     @functools.cached_property
     def _worker(self) -> Worker:

@@ -19,6 +19,7 @@ from dllm_jax.api.arguments import (
     model_of,
     progress_of,
 )
+from dllm_jax.api.calls import Turns
 from dllm_jax.api.constraints import ConstraintReport, Constraints
 from dllm_jax.api.prompts import (
     Prompt,
@@ -40,9 +41,12 @@ from dllm_jax.engine.requests import Request, RequestOutput, SamplingParams
 from dllm_jax.engine.rules import NUMBERS
 from dllm_jax.loading.chat import Messages
 from dllm_jax.loading.jax_settings import enable_compile_cache
+from dllm_jax.loading.templates import tool_schema
+from dllm_jax.loading.tool_forms import NO_FORM, tool_form
 from dllm_jax.runner.memory import MemoryPlan
 from dllm_jax.runner.start import start
 from dllm_jax.runner.worker import check_process
+from dllm_jax.structured.offers import offered
 
 
 @checks.known_fields(
@@ -239,17 +243,33 @@ class LLM:
         *,
         use_tqdm: bool = True,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        tools: Sequence[Any] | None = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool | None = None,
+        tool_format: str | None = None,
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
         """Answers to conversations, through the model's chat template; else as `generate`.
 
+        With tools, `outputs[0].message` holds the calls, each held to the schema of its tool.
+
         Args:
             messages: One conversation, a list of {"role", "content"}, or a list of them.
+            tools: Functions with types and docstrings, or in OpenAI's form (docs/agents.md).
+            tool_choice: "auto" (None), "required", "none", or the one to call, in OpenAI's form.
+            parallel_tool_calls: Whether several calls may follow one another; None: True.
+            tool_format: "hermes" for a model whose template has no tools: they stand in its texts.
             template_kwargs: As of `apply_template`, for every conversation.
         """
+        params, every = either(params, sampling_params), each_conversation(messages)
+        tools = None if tools is None else list(map(tool_schema, tools))
+        form = tool_form(self.model, tool_format) if tools else NO_FORM
+        if tools and form.name is None and tool_choice is None:
+            template_kwargs["tools"] = tools  # a template that has them in another form
+        elif (offer := offered(tools, tool_choice, parallel_tool_calls)) is not None:
+            return Turns(self, offer, form, template_kwargs).run(every, params, use_tqdm)
         make = functools.partial(request_of, self.model, template_kwargs=template_kwargs)
-        params = either(params, sampling_params)
-        return self._run(make, each_conversation(messages), params, use_tqdm)
+        return self._run(make, every, params, use_tqdm)
 
     def stream(
         self,

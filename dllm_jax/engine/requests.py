@@ -245,6 +245,8 @@ class CompletionOutput:
             model's own end; "nfe", "repetition" or "deadline" for a limit.
         constraint_met: Whether the text is complete and matches the request's constraint; None
             without one, and while it runs.
+        message: Of `LLM.chat` with tools: role, content, reasoning_content and tool_calls, as
+            OpenAI has them.
     """
 
     index: int
@@ -254,6 +256,7 @@ class CompletionOutput:
     window: tuple[int | None, ...] = ()
     stop_reason: str | int | None = None
     constraint_met: bool | None = None
+    message: Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -67,7 +67,7 @@ def fill(
     with _limited():
         text = _compiled(template).render(
             messages=turns,
-            tools=None if tools is None else _plain([_schema(tool) for tool in tools]),
+            tools=None if tools is None else _plain([tool_schema(tool) for tool in tools]),
             documents=None if documents is None else _plain(list(documents)),
             add_generation_prompt=add_generation_prompt,
             **_plain(variables),
@@ -120,7 +120,8 @@ def _as_json(value: Any) -> Any:
 _ENCODER = json.JSONEncoder(default=_as_json)  # `json.dumps` would make one each time
 
 
-def _schema(tool: Any) -> Any:
+def tool_schema(tool: Any) -> Any:
+    """A tool in OpenAI's form, of a function by its types and docstring."""
     if isinstance(tool, Mapping):
         return tool
     if not callable(tool):

@@ -13,6 +13,7 @@ from .limits import MOST_NESTED, Budget, TooLarge
 from .regex import byte_automaton
 from .schema import schema_tree
 from .tokens import first_bytes, token_bytes
+from .tools import Piece, Tool, Tools, Turn, mark_ids
 from .trees import Tree, check_text, either, parsed, text
 
 __all__ = [
@@ -22,14 +23,19 @@ __all__ = [
     "Constraint",
     "Hole",
     "JsonSchema",
+    "Piece",
     "Regex",
     "Spellings",
     "Template",
     "TokenAutomaton",
+    "Tool",
+    "Tools",
+    "Turn",
     "behind_marker",
     "compile",
     "first_bytes",
     "from_fields",
+    "mark_ids",
     "spellings",
     "token_bytes",
 ]
@@ -185,14 +191,15 @@ class Template(Constraint):
         return [node for tree in trees for node in tree]
 
 
-def from_fields(fields: Mapping[str, Any]) -> Constraint:
-    """A constraint from one pair: regex, choice or json and its value."""
+def from_fields(fields: Mapping[str, Any]) -> Constraint | Tools:
+    """A constraint from one pair: regex, choice, json or tools and its value."""
     ((name, value),) = fields.items()
-    return {"regex": Regex, "choice": Choice, "json": JsonSchema}[name](value)
+    kinds = {"regex": Regex, "choice": Choice, "json": JsonSchema, "tools": Tools.of}
+    return kinds[name](value)
 
 
 def compile(
-    constraint: Constraint,
+    constraint: Constraint | Tools,
     words: Spellings,
     stop_ids: Sequence[int],
     never: np.ndarray,
@@ -210,27 +217,38 @@ def compile(
         ValueError: It cannot be compiled, or is too large.
     """
     budget = Budget()
-    table, accepting = _fitting(constraint, budget, most_states)
+    marks = tuple(words.marks)
+    if isinstance(constraint, Tools):
+        words = words.with_marks()
+    try:
+        table, accepting = _fitting(constraint, budget, most_states, marks)
+    except TooLarge:
+        if not isinstance(constraint, Tools) or constraint.loosest is None:
+            raise
+        table, accepting = _fitting(constraint.loosest, budget, most_states, marks)
     made = closed(table, accepting, words, stop_ids, never, budget)
     return dataclasses.replace(made, notes=tuple(budget.notes))
 
 
 def _fitting(
-    constraint: Constraint, budget: Budget, most_states: int
+    constraint: Constraint | Tools, budget: Budget, most_states: int, marks: tuple[str, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The automaton over bytes, in which values nest as deep as the device holds."""
-    levels = range(MOST_NESTED if isinstance(constraint, JsonSchema) else 0, -1, -1)
+    """The automaton over letters, in which values nest as deep as the device holds."""
+    levels = range(MOST_NESTED if isinstance(constraint, JsonSchema | Tools) else 0, -1, -1)
     error: ValueError = TooLarge()
     for budget.nesting in levels:
         try:
-            table, accepting = byte_automaton(constraint.tree(budget), budget)
+            if isinstance(constraint, Tools):
+                made = byte_automaton(constraint.tree(budget, marks), budget, 256 + len(marks))
+            else:
+                made = byte_automaton(constraint.tree(budget), budget)
         except TooLarge as too_large:
             error = too_large
             continue
-        if len(table) < most_states:  # the state after a stop id is one more
-            return table, accepting
+        if len(made[0]) < most_states:  # the state after a stop id is one more
+            return made
         error = TooLarge(
-            f"the constraint's automaton has {len(table) + 1} states, and at most {most_states} "
+            f"the constraint's automaton has {len(made[0]) + 1} states, and at most {most_states} "
             "fit the device; make it simpler, or shorten its repetitions"
         )
     raise error

@@ -41,6 +41,7 @@ class Spellings:
         ids, depths, nodes: Ids that are text, and where each ends.
         first: Ids that stand for another text at the beginning, and that text: some tokenizers
             drop a space there. None where no id does.
+        marks: Ids of tokens without bytes that calls and thoughts are marked by, by their names.
     """
 
     num_ids: int
@@ -49,6 +50,25 @@ class Spellings:
     depths: np.ndarray
     nodes: np.ndarray
     first: tuple[np.ndarray, Any] | None = None  # and `Spellings`
+    marks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def with_marks(self) -> "Spellings":
+        """The vocabulary in which the marks are letters behind the 256 bytes, in their order."""
+        if not self.marks or not self.levels:
+            return self
+        (parents, letters), *others = self.levels
+        extra = np.arange(len(self.marks), dtype=np.int32)
+        first = (
+            np.append(parents, np.zeros_like(extra)),
+            np.append(letters.astype(np.int32), 256 + extra),
+        )
+        return dataclasses.replace(
+            self,
+            levels=(first, *others),
+            ids=np.append(self.ids, np.array([*self.marks.values()], np.int32)),
+            depths=np.append(self.depths, np.zeros_like(extra)),
+            nodes=np.append(self.nodes, len(parents) + extra),
+        )
 
 
 def spellings(spelt: Sequence[bytes | None], first: Mapping[int, bytes] | None = None) -> Spellings:

@@ -7,7 +7,18 @@ from typing import Any
 import numpy as np
 
 from .limits import Budget, distances
-from .trees import BOTH, FIRST_ALONE, MEMBERS, MULTIPLES, Tree, children, ranges_of, unsupported
+from .trees import (
+    BOTH,
+    FIRST_ALONE,
+    FREE,
+    LETTERS,
+    MEMBERS,
+    MULTIPLES,
+    Tree,
+    children,
+    ranges_of,
+    unsupported,
+)
 
 _SURROGATES = (0xD800, 0xDFFF)
 
@@ -56,6 +67,12 @@ class _Nfa:
             return self._of_two(start, op, value)
         if op == MULTIPLES:
             return self._multiples(start, value)
+        if op == LETTERS:
+            end = self.state()
+            self.edges[start].append((value, value, end))
+            return end
+        if op == FREE:
+            return self._free(start, *value)
         if op is _c.AT:
             raise unsupported("an anchor within (the whole text is matched anyway)")
         raise unsupported(str(op).lower())
@@ -126,6 +143,37 @@ class _Nfa:
         self.empty[rests[0]].append(end)
         return end
 
+    def _free(
+        self,
+        start: int,
+        banned: tuple[tuple[int, ...], ...],
+        mark: tuple[int, ...] | None,
+        others: tuple[int, ...],
+    ) -> int:
+        """A state for each beginning of a mark: the longest one that the letters so far end in."""
+        marks = (*banned, *([mark] if mark else []))
+        begins = sorted({one[:size] for one in marks for size in range(len(one))}, key=len)
+        states = {one: self.state() for one in begins or [()]}
+        known = {letter for one in marks for letter in one}
+        end = self.state()
+        self.empty[start].append(states[()])
+        for begin, state in states.items():
+            for letter in known:
+                said = (*begin, letter)
+                cuts = [said[at:] for at in range(len(said) + 1)]
+                if mark in cuts:
+                    self.edges[state].append((letter, letter, end))
+                elif not any(one in cuts for one in banned) and (letter < 256 or letter in others):
+                    onto = next(states[cut] for cut in cuts if cut in states)
+                    self.edges[state].append((letter, letter, onto))
+            plain = sorted({-1, *(letter for letter in known if letter < 256), 256})
+            gaps = [(low + 1, above - 1) for low, above in itertools.pairwise(plain)]
+            gaps += [(one, one) for one in others if one not in known]
+            self.edges[state] += [(low, high, states[()]) for low, high in gaps if low <= high]
+            if mark is None:
+                self.empty[state].append(end)
+        return end
+
     def _of_two(self, start: int, op: Any, trees: tuple[Tree, Tree]) -> int:
         """The texts of two automata together, or of the first one alone."""
         first, second = (byte_automaton(tree, self._budget) for tree in trees)
@@ -161,10 +209,15 @@ def _utf8(low: int, high: int) -> list[list[tuple[int, int]]]:
     return [list(pairs)]
 
 
-def byte_automaton(tree: Tree, budget: Budget) -> tuple[np.ndarray, np.ndarray]:
-    """The least automaton of a tree: next state by state and byte, and where it accepts.
+def byte_automaton(
+    tree: Tree, budget: Budget, num_letters: int = 256
+) -> tuple[np.ndarray, np.ndarray]:
+    """The least automaton of a tree: next state by state and letter, and where it accepts.
 
     State 0 is dead and state 1 the first.
+
+    Args:
+        num_letters: Bytes, and letters of `LETTERS` that are none.
 
     Raises:
         ValueError: It matches nothing, uses what no automaton can, or is too large.
@@ -188,7 +241,7 @@ def byte_automaton(tree: Tree, budget: Budget) -> tuple[np.ndarray, np.ndarray]:
 
     first = closure(start)
     numbers, todo = {frozenset(): 0, first: 1}, [first]
-    rows = {0: np.zeros(256, np.int32)}
+    rows = {0: np.zeros(num_letters, np.int32)}
     known: dict[tuple[int, ...], int] = {(): 0}  # the number of the states after edges
     while todo:
         states = todo.pop()
@@ -200,7 +253,7 @@ def byte_automaton(tree: Tree, budget: Budget) -> tuple[np.ndarray, np.ndarray]:
         for low, high, onto in edges:
             for number in range(place[low], place[high + 1]):
                 found[number].append(onto)
-        row = np.zeros(256, np.int32)
+        row = np.zeros(num_letters, np.int32)
         for (low, above), onto in zip(itertools.pairwise(cuts), found, strict=False):
             named = tuple(onto)
             if named not in known:

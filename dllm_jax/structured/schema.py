@@ -31,29 +31,39 @@ _SCALARS = {
     "integer": parsed(_INTEGER),
     "number": _NUMBER,
 }
+# Of at most 15 digits: other programs read these exactly, and no run of digits takes all the room.
+_SHORT_INTEGER = r"-?(?:0|[1-9][0-9]{0,14})"
+_SHORT = _SCALARS | {
+    "integer": parsed(_SHORT_INTEGER),
+    "number": parsed(_SHORT_INTEGER + r"(?:\.[0-9]{1,15})?(?:[eE][+-]?[0-9]{1,2})?"),
+}
 
 
-def schema_tree(schema: Any, budget: Budget, compact: bool = False) -> Tree:
+def schema_tree(schema: Any, budget: Budget, compact: bool = False, spaced: bool = False) -> Tree:
     """The tree of a schema's instances.
 
     Args:
         compact: No white space between their parts; else any.
+        spaced: With `compact`, as in calls: a space may follow a comma and a colon, and numbers
+            without bounds are short.
 
     Raises:
         ValueError: It is no schema, or says what is not supported; the path is named.
     """
     logic = Logic(schema, budget)
-    return _Writer(logic, budget, compact).value([logic.root()])
+    return _Writer(logic, budget, compact, spaced).value([logic.root()])
 
 
 class _Writer:
     """Trees of the values of one document."""
 
-    def __init__(self, logic: Logic, budget: Budget, compact: bool):
+    def __init__(self, logic: Logic, budget: Budget, compact: bool, spaced: bool = False):
         self._logic, self._budget = logic, budget
         self._space = [] if compact else parsed(r"[ \n\r\t]*")
-        self._comma = [*self._space, *text(","), *self._space]
-        self._colon = [*self._space, *text(":"), *self._space]
+        behind = parsed(" ?") if spaced else self._space
+        self._scalars = _SHORT if spaced else _SCALARS
+        self._comma = [*self._space, *text(","), *behind]
+        self._colon = [*self._space, *text(":"), *behind]
 
     def value(self, saids: list[Said]) -> Tree:
         """What fits all schemas.
@@ -104,7 +114,7 @@ class _Writer:
             except NoText:
                 raise _none(path, "has bounds with no number between them") from None
             return tree
-        return _SCALARS[kind]
+        return self._scalars[kind]
 
     def _check_texts(self, tree: Tree) -> None:
         """Whether two trees have a text together is seen by their automaton alone."""

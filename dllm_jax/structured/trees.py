@@ -1,9 +1,10 @@
 """Expressions as trees: what patterns are parsed to, and what schemas are put together from.
 
 A tree is a list of nodes `(op, value)` in sequence, as the standard library's parser has them.
-Four ops are ours. `MEMBERS`: the members of an object in their order, with commas between those
+Six ops are ours. `MEMBERS`: the members of an object in their order, with commas between those
 that are there. `BOTH` and `FIRST_ALONE` of two trees: the texts of both, and those of the first
-that are none of the second. `MULTIPLES`: the numerals of a number's multiples from 0 on.
+that are none of the second. `MULTIPLES`: the numerals of a number's multiples from 0 on. `LETTERS`:
+one of some letters, bytes as they are or tokens without bytes. `FREE`: any letters without marks.
 """
 
 import re
@@ -17,6 +18,7 @@ MOST_CHARS = 100_000  # of an expression; its parser takes a second for four tim
 MOST_DEEP = 64  # of its groups and repetitions
 MEMBERS, MULTIPLES = "members", "multiples"
 BOTH, FIRST_ALONE = "both", "first alone"
+LETTERS, FREE = "letters", "free"
 Tree = list[tuple[Any, Any]]
 Ranges = list[tuple[int, int]]
 
@@ -123,6 +125,22 @@ def both(trees: Sequence[Tree]) -> Tree:
     for tree in others:
         found = [(BOTH, (found, tree))]
     return found
+
+
+def letters(sequence: Iterable[int]) -> Tree:
+    """A sequence of letters."""
+    return [(LETTERS, letter) for letter in sequence]
+
+
+def free(
+    banned: Sequence[Sequence[int]], mark: Sequence[int] | None = None, others: Sequence[int] = ()
+) -> Tree:
+    """Any bytes without a sequence of `banned`, up to the first `mark`; None: to any place.
+
+    Args:
+        others: Letters that are no bytes and may also stand there.
+    """
+    return [(FREE, (tuple(map(tuple, banned)), mark and tuple(mark), tuple(others)))]
 
 
 def multiples(step: int) -> Tree:

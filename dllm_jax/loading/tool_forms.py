@@ -1,0 +1,128 @@
+"""In which form a model's template shows calls of tools, and calls as text for those without.
+
+A form is not taken from a family: models of one family write calls differently. A turn with a call
+is rendered, and what stands there is compared with each form that is known.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dllm_jax.loading import chat
+from dllm_jax.structured.tools import END_THINK, FORMS, Form
+
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "A probe",
+        "parameters": {"type": "object", "properties": {"q": {"type": "string"}}},
+    },
+}
+_CALL = {"id": "call_1", "type": "function", "function": {"name": "probe", "arguments": {"q": "x"}}}
+_TALK = [
+    {"role": "user", "content": "?"},
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "!"},
+]
+_SYSTEM = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+class ToolForm(NamedTuple):
+    """How a model's template has calls and thoughts.
+
+    Attributes:
+        name: Of `FORMS`; None for a template without tools, or in a form that is not known.
+        thinks: It knows thoughts between `<think>` and `</think>`.
+        is_text: The template reads no tools: they and their calls are given as text.
+    """
+
+    name: str | None
+    thinks: bool
+    is_text: bool = False
+
+
+NO_FORM = ToolForm(None, False)
+
+
+def tool_form(model: chat.TextModel, tool_format: str | None = None) -> ToolForm:
+    """The form of a model.
+
+    Args:
+        tool_format: A name of `FORMS`, for a template that reads no tools.
+
+    Raises:
+        ValueError: There is no such form.
+    """
+    if tool_format is not None and tool_format not in FORMS:
+        raise ValueError(f"tool_format={tool_format!a:.60} is not known; use {', '.join(FORMS)}")
+    template = chat.template_of(model, tools=[_TOOL])
+    if template is None:
+        return NO_FORM
+    thinks = END_THINK in template.text
+    try:
+        text = chat.render(model, _TALK, tools=[_TOOL])
+    except ValueError:
+        text = ""
+    for name, form in FORMS.items():
+        if _written(form, "probe", {"q": "x"}) in text:
+            return ToolForm(name, thinks)
+    return ToolForm(tool_format, thinks, tool_format is not None)
+
+
+def is_inside(prompt: str) -> bool:
+    """Whether a prompt ends within thoughts."""
+    return prompt.rstrip().endswith("<think>")
+
+
+def _written(form: Form, name: str, arguments: Mapping[str, Any]) -> str:
+    said = json.dumps(arguments, ensure_ascii=False)
+    return form.opens + form.before_name + name + form.behind_name + said + form.closes
+
+
+def as_text(
+    turns: Sequence[Mapping[str, Any]], tools: Sequence[Any], form: str
+) -> list[Mapping[str, Any]]:
+    """A conversation without tools, calls and results, which are in its texts.
+
+    Args:
+        turns: As of `turns.plain`.
+    """
+    found: list[Mapping[str, Any]] = []
+    if tools:
+        said = _SYSTEM.format(tools="\n".join(json.dumps(one, ensure_ascii=False) for one in tools))
+        if turns and turns[0].get("role") == "system":
+            said, turns = f"{turns[0].get('content') or ''}\n\n{said}", turns[1:]
+        found.append({"role": "system", "content": said})
+    was_result = False
+    for turn in turns:
+        content = turn.get("content") or ""
+        if calls := turn.get("tool_calls"):
+            texts = [
+                _written(FORMS[form], one["function"]["name"], one["function"]["arguments"])
+                for one in calls
+            ]
+            kept = [content, *texts] if content else texts
+            turn = {"role": "assistant", "content": "\n".join(kept)}
+        is_result = turn.get("role") == "tool"
+        if is_result:
+            said = f"<tool_response>\n{content}\n</tool_response>"
+            if was_result:
+                said = f"{found.pop()['content']}\n{said}"
+            turn = {"role": "user", "content": said}
+        was_result = is_result
+        found.append(turn)
+    return found

@@ -1,0 +1,280 @@
+"""Proves that calls are held to their tools, and that a turn is read as it was written.
+
+Texts of bytes go through the grammar's automaton; the built-in model writes turns with random tools
+over every strategy; `json` and `jsonschema` judge the calls.
+"""
+
+import dataclasses
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+
+import dllm_jax as dj
+from dllm_jax import structured
+from dllm_jax.api.calls import message_of
+from dllm_jax.structured import tools as grammar
+from dllm_jax.structured.limits import Budget
+from dllm_jax.structured.offers import BadTool, offered
+from dllm_jax.structured.regex import accepts, byte_automaton
+from dllm_jax.structured.tools import Piece, Tool, Tools, Turn
+
+CITY = '{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}'
+SUM = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+NONE = '{"type": "object", "maxProperties": 0}'
+TOOLS = (Tool("read", CITY), Tool("read_file", SUM), Tool("now", NONE))
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+def call(name, arguments):
+    return f'{OPEN}\n{{"name": "{name}", "arguments": {arguments}}}\n{CLOSE}'
+
+
+READ, FILE = call("read", '{"city": "Os\\"lo }"}'), call("read_file", '{"a": -2}')
+THOUGHTS = "<think>\nhm\n</think>\n\n"
+TEXTS = {
+    "": "auto none",
+    "hello <tool_cal l": "auto none",
+    READ: "auto required read",
+    f"Now.\n{FILE}": "auto",
+    f"\n\n{FILE}": "auto required",
+    f"{READ}\n{FILE}": "auto required",
+    f"{READ}\n{READ}": "auto required",
+    f"{READ}{FILE}": "",
+    f"{READ} done": "",
+    call("now", "{}"): "auto required",
+    call("now", '{"a": 1}'): "",
+    call("read_file", '{"a": 1.5}'): "",
+    call("rea", "{}"): "",
+    f"{THOUGHTS}{FILE}": "auto required-thinks",
+    f"<think>hm {READ}": "auto required-thinks",
+    f"{THOUGHTS}Yes.{FILE}": "auto",
+    f"hm</think>\n{FILE}": "auto required-inside",
+    f"hm{FILE}": "auto required-inside",
+    "hm</think>\n": "auto none ! required-inside",
+    f"hm</think>Yes.{FILE}": "auto ! required-inside",
+}
+CHOICES = {
+    "auto": Tools(TOOLS),
+    "none": Tools(TOOLS, "none"),
+    "required": Tools(TOOLS, "required"),
+    "read": Tools(TOOLS, 0),
+    "required-thinks": Tools(TOOLS, "required", thinks=True),
+    "required-inside": Tools(TOOLS, "required", thinks=True, inside=True),
+}
+MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+
+
+def spelt(text, marks):
+    """Letters of a text: marks that are tokens, else bytes."""
+    letters = []
+    while text:
+        mark = next((one for one in marks if text.startswith(one)), None)
+        letters += [*text[0].encode()] if mark is None else [256 + marks.index(mark)]
+        text = text[1 if mark is None else len(mark) :]
+    return letters
+
+
+@pytest.mark.parametrize("marks", [(), MARKS])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_turn_is_prose_then_calls_of_its_tools(choice, marks):
+    tools = CHOICES[choice]
+    if choice in ("auto", "none"):
+        tools = dataclasses.replace(tools, thinks=True)
+    automaton = byte_automaton(tools.tree(Budget(), marks), Budget(), 256 + len(marks))
+    for text, choices in TEXTS.items():
+        wanted = choice.removesuffix("-thinks") in choices.split() or choice in choices.split()
+        if choice == "required-inside" and "required-inside" not in choices:
+            continue  # most of it would be thoughts
+        wanted &= choice not in choices.partition("!")[2]
+        letters: Any = spelt(text, marks)
+        assert accepts(automaton, letters) is wanted, text
+
+
+def test_a_mark_spelt_by_plain_tokens_is_prose_where_it_is_a_token():
+    automaton = byte_automaton(Tools(TOOLS).tree(Budget(), MARKS), Budget(), 260)
+    assert accepts(automaton, f"say {OPEN} twice".encode())
+    turn = Turn(Tools(TOOLS), [bytes([i]) for i in range(256)], {OPEN: 300})
+    assert turn.feed(f"say {OPEN}x".encode(), True) == [Piece("text", f"say {OPEN}x")]
+
+
+def turn_of(thinks=True, marks=()):
+    ids = {mark: 256 + i for i, mark in enumerate(marks)}
+    return Turn(Tools(TOOLS, thinks=thinks), [bytes([i]) for i in range(256)], ids)
+
+
+@pytest.mark.parametrize("marks", [(), MARKS])
+def test_a_turn_is_read_alike_in_whatever_portions_it_comes(marks):
+    draw = random.Random(0)
+    said = [f"{THOUGHTS}Nöw.\n{READ}\n{FILE}", f"{READ}", "é <tool_c </think> ", f"<think>a{FILE}"]
+    wanted = [
+        [
+            Piece("thought", "hm"),
+            Piece("text", "Nöw."),
+            *[Piece("call", "read"), Piece("arguments", '{"city": "Os\\"lo }"}'), Piece("end", "")],
+            *[Piece("call", "read_file"), Piece("arguments", '{"a": -2}'), Piece("end", "")],
+        ],
+        [Piece("call", "read"), Piece("arguments", '{"city": "Os\\"lo }"}'), Piece("end", "")],
+        [Piece("text", said[2].replace("</think>", "" if marks else "</think>"))],
+        [
+            Piece("thought", "a"),
+            *[Piece("call", "read_file"), Piece("arguments", '{"a": -2}'), Piece("end", "")],
+        ],
+    ]
+    for text, pieces in zip(said, wanted, strict=True):
+        letters = spelt(text, marks)
+        for _ in range(100):
+            turn, found, at = turn_of(marks=marks), [], 0
+            while at < len(letters):
+                size = draw.choice((1, 2, 5, 40))
+                found += turn.feed(letters[at : at + size])
+                at += size
+            assert grammar._joined(found + turn.feed([], last=True)) == pieces
+
+
+def test_a_call_that_is_cut_has_no_end():
+    for size in range(len(FILE)):
+        found = turn_of().feed(FILE[:size].encode(), last=True)
+        assert "end" not in [piece.kind for piece in found]
+        assert not [piece for piece in found if piece.kind == "text" and "tool_call>" in piece.text]
+
+
+def tool(name="f", **fields):
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "param"),
+    [
+        (3, None, "tools"),
+        ([3], None, "tools[0].type"),
+        ([{"type": "web_search"}], None, "tools[0].type"),
+        ([{"type": "function"}], None, "tools[0].function"),
+        ([tool(name="a b")], None, "tools[0].function.name"),
+        ([tool(), tool()], None, "tools[1].function.name"),
+        ([tool(parameters={"type": "string"})], None, "tools[0].function.parameters"),
+        ([tool(f"f{i}") for i in range(129)], None, "tools"),
+        ([tool()], "some", "tool_choice"),
+        ([tool()], {"type": "function", "function": {"name": "g"}}, "tool_choice"),
+        ([], "required", "tool_choice"),
+    ],
+)
+def test_tools_and_choices_that_are_none_are_refused_by_path(tools, choice, param):
+    with pytest.raises(BadTool) as raised:
+        offered(tools, choice)
+    assert raised.value.param == param
+    assert str(raised.value).startswith(param)
+
+
+def test_choices():
+    three = [tool(name) for name in "abc"]
+    assert offered([], "auto") is offered(None) is None
+    for choice in ("auto", "none", "required"):
+        offer = offered(three, choice, False)
+        assert offer is not None
+        assert (offer.choice, offer.several, len(offer.tools)) == (choice, False, 3)
+    named = offered(three, {"type": "function", "name": "b"})
+    assert named is not None
+    assert named.choice == 1
+    names = [{"type": "function", "function": {"name": "c"}}]
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": names}}
+    offer = offered(three, allowed)
+    assert offer is not None
+    assert (offer.choice, [one.name for one in offer.tools], len(offer.shown)) == (
+        "required",
+        ["c"],
+        3,
+    )
+
+
+def test_a_tool_that_is_not_strict_is_relaxed_and_one_that_is_names_its_place():
+    hard = {
+        "type": "object",
+        "properties": {"a": {"contains": {"type": "null"}}},
+        "required": ["a"],
+    }
+    loose = Tools((Tool("now", NONE), Tool("f", json.dumps(hard))))
+    budget = Budget()
+    byte_automaton(loose.tree(budget), budget)
+    assert [note.partition(":")[0] for note in budget.notes] == ["tools[1].function.parameters"]
+    strict = dataclasses.replace(loose, tools=(Tool("f", json.dumps(hard), True),))
+    for stage in ("whole", "names"):
+        with pytest.raises(ValueError, match=r"tools\[0\].function.parameters: .*contains"):
+            dataclasses.replace(strict, stage=stage).tree(Budget())
+
+
+# --- with a model --------------------------------------------------------------------------------
+
+
+def random_tools(draw):
+    kinds = (
+        {"type": "string", "maxLength": 6},
+        {"type": "string", "pattern": "^[a-z]{2,5}$"},
+        {"type": "integer", "minimum": -3, "maximum": 40},
+        {"type": "boolean"},
+        {"enum": ["red", 'qu"ote', 7, None]},
+        {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    )
+    made = []
+    for i in range(draw.choice((1, 2, 3))):
+        names = [f"{draw.choice(('id', 'é', 'a-b', 'x$'))}{j}" for j in range(draw.randint(0, 3))]
+        schema = {
+            "type": "object",
+            "properties": {name: draw.choice(kinds) for name in names},
+            "required": [name for name in names if draw.random() < 0.6],
+            "additionalProperties": False,
+        }
+        made.append(tool(f"tool_{i}", parameters=schema))
+    return made
+
+
+ASK = [{"role": "user", "content": "Ann has 3 pens and buys 4. How many has she?"}]
+
+
+def check_calls(output, tools):
+    known = {one["function"]["name"]: one["function"]["parameters"] for one in tools}
+    calls = output.message.get("tool_calls", [])
+    for one in calls:
+        value = json.loads(one["function"]["arguments"])
+        jsonschema.Draft202012Validator(known[one["function"]["name"]]).validate(value)
+    return len(calls)
+
+
+def chat(llm, choice, tools, **params):
+    # No room for tools in its prompt, which it was not trained on: the texts are about numbers.
+    offer = offered(tools, choice, False)
+    assert offer is not None
+    held = Tools(offer.tools, offer.choice, offer.several)
+    params = dj.SamplingParams(constraint=held, **params)
+    (output,) = llm.chat(ASK, params, use_tqdm=False)
+    turn = Turn(held, structured.token_bytes(llm.tokenizer), {})
+    pieces = turn.feed(output.outputs[0].token_ids, last=True)
+    return dataclasses.replace(output.outputs[0], message=message_of(pieces, lambda: "call_x"))
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with dj.LLM("builtin:tiny-sdar", warm_up=False, max_num_seqs=2) as made:
+        yield made
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(2))
+def test_every_call_is_valid_at_every_temperature(llm, seed):
+    draw = random.Random(seed)
+    for temperature in (0.0, 0.7, 1.5):
+        tools = random_tools(draw)
+        output = chat(llm, "required", tools, max_tokens=300, temperature=temperature, seed=seed)
+        assert output.constraint_met
+        assert check_calls(output, tools) == 1
+
+
+@pytest.mark.long
+def test_prose_under_auto_is_the_text_without_tools(llm):
+    params = dj.SamplingParams(max_tokens=120)
+    (plain,) = llm.chat(ASK, params, use_tqdm=False)
+    output = chat(llm, "auto", random_tools(random.Random(0)), max_tokens=120)
+    assert output.token_ids == plain.outputs[0].token_ids
+    assert output.message == {"role": "assistant", "content": plain.outputs[0].text}
