@@ -22,6 +22,7 @@ generation code for blocks that are appended and for the end of its thoughts.
 from typing import Literal, get_args
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool
 
@@ -197,9 +198,9 @@ class FullSequence(Strategy):
         return dual_cache.run_narrow(forward, state, text, self._widths, **how), self.cfg_scale
 
 
-def _all_see_all(state: DecodeState) -> Bool[Array, "1 K K"]:
+def _all_see_all(state: DecodeState) -> np.ndarray:
     K = state.buffer.tokens.shape[1]
-    return jnp.ones((1, K, K), bool)
+    return np.ones((1, K, K), bool)  # known while tracing: a window may have any number of blocks
 
 
 STRATEGY = FullSequence

@@ -86,7 +86,7 @@ class ModelForward:
         *,
         inputs: Inputs | None = None,
         live: Bool[Array, "B K S"] | np.ndarray | None = None,
-        visible: Bool[Array, "B K K"] | None = None,
+        visible: Bool[Array, "B K K"] | np.ndarray | None = None,
         causal: bool | Bool[Array, " B"] | Bool[Array, "B K"] = False,
         context_len: Int[Array, " B"] | None = None,
         mode: Int[Array, " B"] | Int[Array, "B K"] | int | None = None,
@@ -115,14 +115,17 @@ class ModelForward:
         positions = buffer.start[:, None] + cell
         if isinstance(inputs, Taps):
             return self._tapped(state, inputs, positions, live, cells)
+        causal, size = _by_row_or_block(causal, B), S
+        if isinstance(visible, np.ndarray) and visible.all() and causal.ndim == 1:
+            visible, size = None, K * S  # one block, of which a kernel needs no table
         mask = WindowMask(
             cell=cell,
             start=buffer.start,
             live=edges,
             context_len=buffer.start if context_len is None else context_len,
-            visible=visible,
-            causal=_by_row_or_block(causal, B),
-            block_size=S,
+            visible=None if visible is None else jnp.asarray(visible),
+            causal=causal,
+            block_size=size,
             context_is_before=context_len is None,
         )
         fresh: list[tuple[Array, Array]] = []

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from . import blocks, random
@@ -134,7 +135,7 @@ def run_text(
     *,
     alone: bool,
     widths: tuple[int, ...],
-    visible: Bool[Array, "1 K K"],
+    visible: Bool[Array, "1 K K"] | np.ndarray,
 ) -> tuple[ForwardOutput, DecodeState]:
     """One pass over a text that is in the window; also returns the state with what was stored.
 

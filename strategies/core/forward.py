@@ -235,7 +235,7 @@ class Forward(Protocol):
         *,
         inputs: Inputs | None = None,
         live: Bool[Array, "B K S"] | np.ndarray | None = None,
-        visible: Bool[Array, "B K K"] | None = None,
+        visible: Bool[Array, "B K K"] | np.ndarray | None = None,
         causal: bool | Bool[Array, " B"] | Bool[Array, "B K"] = False,
         context_len: Int[Array, " B"] | None = None,
         mode: Int[Array, " B"] | Int[Array, "B K"] | int | None = None,
@@ -250,7 +250,8 @@ class Forward(Protocol):
             live: Cells that are queries and fresh keys, one contiguous range a row (default:
                 cells of blocks that are not DUMMY). A NumPy array with equal rows is known while
                 tracing, so a narrow pass needs fewer operations.
-            visible: Which block sees which (default: itself and those before it).
+            visible: Which block sees which (default: itself and those before it). A NumPy array of
+                ones is known while tracing, and Hopper's attention then takes any number of blocks.
             causal: Token order as well, for a row or for the queries of a block.
             context_len: Cached prefix seen (default `start`). Where a position is both cached and
                 live, the live cell is seen.
