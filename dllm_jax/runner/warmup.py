@@ -22,8 +22,6 @@ from dllm_jax.runner import packing
 
 Progress = Callable[[str, int, int], None]
 
-_TRITON = "jaxlib.mlir.dialects.tt"
-
 
 @dataclasses.dataclass(frozen=True)
 class Work:
