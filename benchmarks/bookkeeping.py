@@ -34,8 +34,8 @@ from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import EngineLayout
 from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.engine.scheduler import DECODE, Scheduler
+from dllm_jax.runner.fetched import Fetched
 from dllm_jax.runner.packing import HEAD
-from dllm_jax.runner.runner import Fetched
 
 BARS_US = {"life": 60.0, "pass_4_tokens": 150.0}
 NUM_SLOTS, BLOCK, PAGE = 128, 32, 64

@@ -33,6 +33,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh, Sharding, SingleDev
 
 from dllm_jax.bench.step import PAGE, Shape, step_strategy
 from dllm_jax.cli.bench_step import shapes
+from dllm_jax.compile import warmup
 from dllm_jax.engine.layout import EngineConfig
 from dllm_jax.loading.model import Model
 from dllm_jax.models import quantization as quantize
@@ -40,7 +41,7 @@ from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
 from dllm_jax.models.sharding import Split, fitted
-from dllm_jax.runner import buckets, warmup
+from dllm_jax.runner import buckets
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies.core.protocol import split_knobs
 
@@ -204,7 +205,7 @@ def main() -> None:
             # A mesh of devices says what they are.
             one = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=ABSTRACT))
             with one if args.tp == 1 else contextlib.nullcontext():
-                lowered = device.lower(call)
+                lowered = device.device.lower(call)
             lowered_s, began = time.perf_counter() - began, time.perf_counter()
             options = {"xla_gpu_autotune_level": 0, "xla_dump_hlo_as_text": True}
             options |= call.options

@@ -53,8 +53,8 @@ from dllm_jax.bench.roofline import floor_ms
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
 from dllm_jax.runner import decode
 from dllm_jax.runner.cache import PAGE_SIZE, new_pool, page_slots, write_rows
+from dllm_jax.runner.estimate import RATES
 from dllm_jax.runner.forward import TARGET, ModelForward
-from dllm_jax.runner.timing import RATES
 from dllm_jax.strategies import AR, DFlash
 from dllm_jax.strategies.core import drafting, random
 from dllm_jax.strategies.dflash import DRAFT

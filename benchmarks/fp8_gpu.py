@@ -62,7 +62,7 @@ from dllm_jax.loading.load import with_kv_cache
 from dllm_jax.models import dense
 from dllm_jax.models.layers import gate_up_shape, rope_tables, swiglu
 from dllm_jax.models.quantization import quantized, with_quantized_head
-from dllm_jax.runner.timing import RATES
+from dllm_jax.runner.estimate import RATES
 
 EPS = 1e-6
 THREADS = 12

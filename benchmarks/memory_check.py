@@ -68,8 +68,8 @@ def measure(args):
         "ratio": peak and plan.peak_bytes / peak,
         "load_s": loaded - began,
         "start_s": ready - loaded,
-        "compile_s": device.compile_s,
-        "programs": len(device.compiled),
+        "compile_s": device.device.compile_s,
+        "programs": len(device.device.compiled),
         "late_compiles": llm.engine.stats().num_late_compiles,
         "decode_ms": cost and {f"{n}x{c}": 1e3 * s for (n, c), s in cost.decode.items()},
         "prefill_ms": cost

@@ -51,12 +51,12 @@ import dllm_jax as dj
 from dllm_jax.bench import measure
 from dllm_jax.bench.numbers import environment
 from dllm_jax.bench.step import Shape, step_strategy
+from dllm_jax.cluster import peer_memory
 from dllm_jax.kernels.layer import add_rms_norm, reduced_rms_norm
 from dllm_jax.loading.jax_settings import enable_async_dispatch
 from dllm_jax.models import reference
 from dllm_jax.models.published import PUBLISHED
 from dllm_jax.models.sharding import over_devices, total
-from dllm_jax.runner import exchange
 from dllm_jax.strategies import MultiBD
 
 PAGE = 64
@@ -158,7 +158,7 @@ def generated(llm, prompts, params, **how):
 def digests(llm):
     """A digest of each device's copy of all state but the pools, once nothing runs."""
     runner = llm.engine.runner
-    return runner._submit(lambda: _digests(runner.state)).result()
+    return runner.submit(lambda: _digests(runner.state)).result()
 
 
 def _digests(state):
@@ -184,7 +184,7 @@ def sums(args, rows):
 
 def _sums(args, rows, count):
     split = over_devices(count)
-    shared = exchange.made(split)
+    shared = peer_memory.made(split)
     if shared is None:
         raise RuntimeError("the devices' kernels do not reach each other")
     whole, parts = PartitionSpec(), PartitionSpec(split.axis)
@@ -305,24 +305,26 @@ class Form:
         self.bucket = llm.engine.layout.slot_buckets[-1], llm.engine.layout.page_buckets[-1]
         # Such options are for GPUs alone.
         self.options = options if jax.default_backend() == "gpu" else {}
-        model = runner._programs.model
-        self.programs = runner._programs.replace(
+        model = runner.programs.model
+        self.programs = runner.programs.replace(
             model=model.replace(exchange=model.exchange if by_kernel else None)
         )
 
     def compile(self):
         slots, columns = self.bucket
         table = np.full((slots, columns), -1, np.int32)
-        call = self.runner.decode_call(np.arange(slots, dtype=np.int32), slots, table, 2, False)
+        rows = np.arange(slots, dtype=np.int32)
+        (call,) = self.runner.calls(lambda runner: runner.decode(rows, slots, table, 2, False))
         call = dataclasses.replace(call, programs=self.programs)
-        self.key, self.compiled = call.name, self.runner.lower(call).compile(self.options)
+        self.key, self.compiled = call.name, self.runner.device.lower(call).compile(self.options)
 
     def __enter__(self):
-        self.usual = self.runner.compiled[self.key], self.runner._programs
-        self.runner.compiled[self.key], self.runner._programs = self.compiled, self.programs
+        known = self.runner.device.compiled
+        self.usual = known[self.key], self.runner.programs
+        known[self.key], self.runner.programs = self.compiled, self.programs
 
     def __exit__(self, *_):
-        self.runner.compiled[self.key], self.runner._programs = self.usual
+        self.runner.device.compiled[self.key], self.runner.programs = self.usual
 
 
 def _form(args, rows, llm, given, texts, program, row):
@@ -682,9 +684,9 @@ def main() -> int:
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     enable_async_dispatch()  # before anyone looks for devices
     if args.adds == "xla":
-        exchange.made = lambda split: None
+        peer_memory.made = lambda split: None
     if args.adds == "kernel":
-        exchange.MOST_DEVICES = 8
+        peer_memory.MOST_DEVICES = 8
     args.devices_text = args.devices
     args.devices = [int(number) for number in args.devices.split(",")]
     if args.part == "replica":

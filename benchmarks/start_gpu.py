@@ -126,7 +126,8 @@ def started(clock, name, sizes=None, **how):
     config = None if sizes is None else dj.EngineConfig(**sizes)
     llm = make_llm(model, progress=False, config=config, **how)
     clock.end("engine_s")
-    clock.stages["engine_programs_s"] = llm.engine.runner.compile_s  # of it, until they were there
+    # Of it, until they were compiled.
+    clock.stages["engine_programs_s"] = llm.engine.runner.device.compile_s
     return llm, bytecode
 
 
@@ -291,7 +292,7 @@ def prefill(name, prompt, size):
     from dllm_jax.bench import measure
     from dllm_jax.bench.numbers import device_kind
     from dllm_jax.bench.roofline import step_parts
-    from dllm_jax.runner.timing import RATES
+    from dllm_jax.runner.estimate import RATES
     from dllm_jax.strategies import MultiBD
 
     model = dj.load(name)

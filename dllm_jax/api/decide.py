@@ -21,7 +21,6 @@ from dllm_jax.api.questions import (
     reads,
 )
 from dllm_jax.loading.model import Model
-from dllm_jax.runner.hosts import spans
 from dllm_jax.scoring.labels import TOKENS_A_PASS, forward
 
 LENGTHS = (128, 512, 1024, 2048, 4096)  # tokens of a text
@@ -109,7 +108,7 @@ def log_probabilities(
         ValueError: The family has no single forward of a text and its cells, the model is shared by
             several processes, there are too many tokens, or the result is not finite.
     """
-    if run is None and spans(model.split):
+    if run is None and model.split is not None and model.split.spans_processes:
         raise ValueError(
             "several processes share the model, and only an engine reaches them all; ask "
             "LLM.decide, or a server"

@@ -24,7 +24,7 @@ from dllm_jax.engine.rules import NUMBERS, Range, check_ids
 from dllm_jax.loading.load import load, with_kv_cache
 from dllm_jax.loading.model import Model
 from dllm_jax.models.kv_cache import KVCacheDType
-from dllm_jax.runner import decode, timing
+from dllm_jax.runner import decode, estimate
 from dllm_jax.runner.cache import PAGE_SIZE
 from dllm_jax.runner.forward import ModelForward
 from dllm_jax.strategies.core.protocol import Strategy, split_knobs
@@ -223,9 +223,9 @@ def _prepare(
         keys=_row_keys(wishes.key, B),
     )
     if bare.weighs_costs:  # estimated: nothing is timed here
-        context = min(ids.shape[1] + min(wishes.max_tokens, timing.USUAL_TEXT), last)
+        context = min(ids.shape[1] + min(wishes.max_tokens, estimate.USUAL_TEXT), last)
         of = (bare, model, aux, B, context, jax.default_backend())
-        bare = bare.replace(costs=np.asarray(timing.estimate_choices(*of), np.float32))
+        bare = bare.replace(costs=np.asarray(estimate.estimate_choices(*of), np.float32))
     return model, Bound(bare, aux), batch
 
 

@@ -34,6 +34,7 @@ from dllm_jax.api.prompts import (
 from dllm_jax.api.questions import Answer, Question
 from dllm_jax.api.snapshot import snapshot_saver
 from dllm_jax.api.strategy import Source, bind_strategy, default_params
+from dllm_jax.compile.start import start
 from dllm_jax.engine import checks
 from dllm_jax.engine.inbox import SharedEngine, TextEvents
 from dllm_jax.engine.layout import EngineConfig
@@ -44,7 +45,6 @@ from dllm_jax.loading.jax_settings import enable_compile_cache
 from dllm_jax.loading.templates import tool_schema
 from dllm_jax.loading.tool_forms import NO_FORM, tool_form
 from dllm_jax.runner.memory import MemoryPlan
-from dllm_jax.runner.start import start
 from dllm_jax.runner.worker import check_process
 from dllm_jax.structured.offers import offered
 

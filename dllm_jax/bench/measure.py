@@ -242,8 +242,8 @@ def decode_program(engine: Engine, rows: int, columns: int) -> str:
     """The optimised decode program of a bucket, as XLA prints it."""
     slots = np.arange(rows, dtype=np.int32)
     table = np.full((rows, columns), -1, np.int32)
-    call = engine.runner.decode_call(slots, rows, table, 2, False)
-    return engine.runner.lower(call).compile(call.options).as_text() or ""
+    (call,) = engine.runner.calls(lambda runner: runner.decode(slots, rows, table, 2, False))
+    return engine.runner.device.lower(call).compile(call.options).as_text() or ""
 
 
 def num_reductions(program: str) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from dllm_jax.kernels.token_readout.head import Fp8Head
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.moe import MoEConfig
-from dllm_jax.runner.timing import RATES, layer_reads, pass_work, weights
+from dllm_jax.runner.estimate import RATES, layer_reads, pass_work, weights
 
 LINKS = {"NVIDIA H200": 450e9}  # bytes a second from a device to the others, by NVLink
 

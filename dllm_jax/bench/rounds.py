@@ -88,7 +88,7 @@ def time_rounds(
     """Time the rounds of a bucket; the engine is idle, and its free pages are borrowed."""
     return Rounds(
         rows,
-        engine.runner.strategy.choices,
+        engine.runner.programs.strategy.choices,
         shares,
         _width_ms(engine, rows, columns, context, steps, repeats),
         pass_ms(engine, rows, columns, context, repeats),
@@ -144,7 +144,7 @@ def _width_ms(
     engine: Engine, rows: int, columns: int, context: int, steps: int, repeats: int
 ) -> list[float]:
     """Milliseconds of a bare round of each width that the strategy may choose."""
-    device, count = engine.runner, len(engine.runner.strategy.choices)
+    device, count = engine.runner, len(engine.runner.programs.strategy.choices)
     kept = device.choice_costs
     try:
         found = []

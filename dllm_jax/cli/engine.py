@@ -34,7 +34,7 @@ class Clock:
 
     def watch(self, llm: Any) -> None:
         """Exclude the compile time of this engine."""
-        self._device = llm.engine.runner
+        self._device = llm.engine.runner.device
 
 
 def make_llm(

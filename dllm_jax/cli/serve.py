@@ -339,8 +339,8 @@ def _join(args: argparse.Namespace) -> None:
     """Meet the processes of the other ranks; the model is over the devices of all."""
     import jax
 
+    from dllm_jax.cluster.hosts import COORDINATOR
     from dllm_jax.loading.jax_settings import enable_async_dispatch
-    from dllm_jax.runner.hosts import COORDINATOR
 
     enable_async_dispatch()
     os.environ[COORDINATOR] = args.coordinator  # where process 0 is reached later, too

@@ -162,6 +162,16 @@ class EngineLayout:
         """How the rows of a prompt's passes see each other."""
         return "full" if self.is_full else "causal" if self.is_token_causal else "blocks"
 
+    @property
+    def pass_kinds(self) -> tuple[PassKind, ...]:
+        """The kinds of prefill passes that requests need."""
+        if self.in_window:
+            return ()
+        kinds: set[PassKind] = {self.pass_kind}
+        if self.is_full and not self.starts_over:
+            kinds.add("blocks")  # text after the prompt, where it is computed again
+        return tuple(sorted(kinds))
+
     @functools.cached_property
     def unit(self) -> int:
         """Tokens whose pages are shared together: whole pages of whole blocks."""

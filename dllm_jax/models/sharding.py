@@ -80,6 +80,11 @@ class Split:
         """Groups of devices that decode rows of their own."""
         return 1 if self.batch is None else self.mesh.shape[self.batch]
 
+    @property
+    def spans_processes(self) -> bool:
+        """Whether the devices are those of several processes."""
+        return len({device.process_index for device in self.mesh.devices.flat}) > 1
+
     def specs(self, tree: Any) -> Any:
         """A tree of parameters, or a `Model`, with the `PartitionSpec` of each leaf."""
         return jax.tree_util.tree_map_with_path(lambda path, _: self._spec(path), tree)

@@ -228,7 +228,7 @@ def is_on_cpu(model: Model) -> bool:
 
 
 def progress_line() -> Callable[[str, int, int], None]:
-    """A progress bar for `ModelRunner.warm_up`, on stderr if that is a terminal."""
+    """A progress bar for `compile.warm_up`, on stderr if that is a terminal."""
     from tqdm import tqdm
 
     bars: list[tqdm] = []

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from dllm_jax.bench.step import Shape
-from dllm_jax.runner import warmup
+from dllm_jax.compile import warmup
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import compile_h200
@@ -31,7 +31,7 @@ def test_programs_are_those_of_an_engine_and_hold_no_weights():
         for work in warmup.every_program(device.layout, device.num_words)
         if work.name == "begin"
     ]
-    assert "bf16" in device.lower(begin.call(device)).as_text()
+    assert "bf16" in device.device.lower(begin.call(device)).as_text()
 
 
 def test_launches_are_counted_by_computation():

@@ -19,8 +19,8 @@ from dllm_jax.loading.model import Model
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
-from dllm_jax.runner import timing
-from dllm_jax.runner.timing import RATES
+from dllm_jax.runner import estimate
+from dllm_jax.runner.estimate import RATES
 from dllm_jax.strategies.core import drafting
 
 pytestmark = pytest.mark.long
@@ -62,7 +62,7 @@ def test_one_look_at_drafts_falls_into_the_steps_that_are_timed(full):
     target, draft = full
     joined = jax.eval_shape(dflash_gpu.with_target, target, draft)
     strategy = dflash_gpu.DFlash(widths=(1, 16)).bind(draft.config)
-    plain, whole = timing.estimate_choices(strategy, target, {"draft": joined}, 1, 1024, "gpu")
+    plain, whole = estimate.estimate_choices(strategy, target, {"draft": joined}, 1, 1024, "gpu")
     assert (whole / plain - 1) / drafting.PROBE_SHARE < drafting.PROBE_EVERY
 
 

@@ -71,8 +71,9 @@ def make_device(name: str, model: Any = None, allocate: bool = True, **config: A
     made = ModelRunner(model, split_knobs(strategy)[0], aux, layout, allocate=allocate)
     if not allocate:
         return made
-    made.state = made.state.replace(
-        pools=jax.tree.map(lambda pool: jnp.full_like(pool, GARBAGE), made.state.pools)
+    state = made.device.state
+    made.device.state = state.replace(
+        pools=jax.tree.map(lambda pool: jnp.full_like(pool, GARBAGE), state.pools)
     )
     return made
 

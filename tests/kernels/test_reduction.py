@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dllm_jax.cluster import peer_memory
 from dllm_jax.kernels.hopper import peers
 from dllm_jax.kernels.layer import mosaic_reduce as reduce
 from dllm_jax.models.sharding import over_devices
-from dllm_jax.runner import exchange
 
 BLANK = None
 
@@ -91,8 +91,8 @@ def test_blocks_have_as_many_rows_each(rows, blocks):
 
 def test_the_kernel_is_for_few_rows_on_devices_that_reach_each_other(monkeypatch):
     assert "GPU" in (reduce.unsupported(jnp.zeros((8, 1024), jnp.bfloat16)) or "")
-    assert exchange.made(None) is None
-    assert exchange.made(over_devices(2)) is None
+    assert peer_memory.made(None) is None
+    assert peer_memory.made(over_devices(2)) is None
     monkeypatch.setattr(reduce.hopper, "unsupported", lambda: None)
     monkeypatch.setattr(reduce.hopper, "unsupported_version", lambda: None)
 

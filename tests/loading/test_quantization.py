@@ -18,7 +18,7 @@ from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.family_table import FamilyDefaults
 from dllm_jax.models.moe import MoEConfig
 from dllm_jax.models.quantization import is_quantized, quantized
-from dllm_jax.runner.timing import weights
+from dllm_jax.runner.estimate import weights
 from dllm_jax.strategies import BlockDiffusion, DiffusionGemma
 from dllm_jax.tasks import evaluate
 from tests.oracles import fp8 as oracle

@@ -33,8 +33,8 @@ from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
 from dllm_jax.models.quantization import is_quantized
 from dllm_jax.models.sharding import AXES, as_split, fitted, over_devices
+from dllm_jax.runner.estimate import estimate_choices
 from dllm_jax.runner.forward import ModelForward
-from dllm_jax.runner.timing import estimate_choices
 from tests.contract import models as toys
 from tests.oracles.checkpoints import write_tiny
 from tests.oracles.tiny_configs import CONFIGS

@@ -25,6 +25,8 @@ FLOORS = {
     "tasks": 9,
     "trace": 9,
     "api": 8,
+    "compile": 7,
+    "cluster": 6,
     "runner": 5,
     "loading": 4,
     "engine": 4,

@@ -12,8 +12,8 @@ import itertools
 import pytest
 
 import dllm_jax as dj
+from dllm_jax.compile import warmup
 from dllm_jax.engine.layout import EngineConfig
-from dllm_jax.runner import warmup
 from dllm_jax.runner.buckets import make_layout
 from dllm_jax.strategies import AR, MultiBD, Needs
 from tests.contract import models, toys

@@ -20,10 +20,11 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import dllm_jax as dj
+from dllm_jax.compile import warmup
 from dllm_jax.engine.requests import SamplingParams
 from dllm_jax.engine.scheduler import DECODE, PREFILL
 from dllm_jax.runner import buckets
-from dllm_jax.runner.places import PINNED
+from dllm_jax.runner.fetched import PINNED
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies import AR
 from dllm_jax.strategies.core.protocol import split_knobs
@@ -579,7 +580,7 @@ def test_nothing_compiles_after_warm_up(name, compilations):
     layout = dataclasses.replace(layout, page_buckets=pages)
     device = ModelRunner(case(name).model, split_knobs(case(name).strategy)[0], aux, layout)
     compilations.clear()
-    device.warm_up()
+    warmup.warm_up(device)
     # What drafts may cost is measured besides.
     assert len(compilations) == programs or name == "dflash", "each is compiled once"
     compilations.clear()

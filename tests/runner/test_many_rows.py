@@ -20,7 +20,7 @@ from dllm_jax.engine import engine, rounds
 from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import NO_LIMIT, EngineConfig
 from dllm_jax.engine.requests import Request, SamplingParams
-from dllm_jax.runner import buckets, programs, runner
+from dllm_jax.runner import buckets, dispatch, programs
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies import MultiBD
 from dllm_jax.strategies.core import state
@@ -77,7 +77,7 @@ def test_many_slots_and_wide_blocks_have_the_tokens_of_few(is_wide, monkeypatch)
     one, several, prompt = ("decode", "1"), ("decode", "3"), ("prefill", "1")
     usual, ran = texts(None)
     assert ran == {one: {}, several: {}, prompt: MANY}
-    monkeypatch.setattr(runner, "WIDE", STRATEGY.block_size + (not is_wide))
+    monkeypatch.setattr(dispatch, "WIDE", STRATEGY.block_size + (not is_wide))
     other, ran = texts(3)
     assert other == usual
     wanted = {one: LOOP, several: MANY | NOTHING, prompt: MANY}
@@ -95,7 +95,7 @@ def test_options_of_the_compiler(monkeypatch) -> None:
     assert [options(count, True) for count in (1, 4, 8)] == [{}, {}, MANY | NOTHING]
     device.is_profiled = True  # a profile holds no launch of a recorded loop
     assert options(1, False) == {}
-    monkeypatch.setattr(runner, "WIDE", STRATEGY.block_size)
+    monkeypatch.setattr(dispatch, "WIDE", STRATEGY.block_size)
     assert options(1, False) == MANY
     assert options(1, True) == MANY | LOOP
     device.is_profiled = False

@@ -14,8 +14,9 @@ import jax
 import pytest
 
 from dllm_jax.cli import info
+from dllm_jax.compile import start
 from dllm_jax.engine.layout import DeviceFailure, EngineConfig
-from dllm_jax.runner import memory, start
+from dllm_jax.runner import memory
 from dllm_jax.runner.memory import GIB, MemoryPlan
 from dllm_jax.strategies import MultiBD
 from tests.contract import models

@@ -21,8 +21,9 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.api import generate
+from dllm_jax.compile import warmup
 from dllm_jax.loading.load import with_kv_cache
-from dllm_jax.runner import buckets, decode, warmup
+from dllm_jax.runner import buckets, decode
 from dllm_jax.runner.forward import ModelForward
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies import DFlash, DiffusionGemma
@@ -156,12 +157,12 @@ def test_the_programs_of_the_engine_work_in_place(name):
     device = toy.make_device(name, allocate=False, num_pages=NUM_PAGES)
     if device.layout.pass_kind != "full" and not device.layout.in_window:  # as on accelerators
         device.layout = dataclasses.replace(device.layout, prompts_a_pass=3)
-    shapes = jax.tree.leaves(device.shapes().pools)
+    shapes = jax.tree.leaves(device.device.shapes().pools)
     cache = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in shapes)
     assert all(leaf.shape[0] == NUM_PAGES for leaf in shapes)
     work = warmup.every_program(device.layout, device.num_words)
     for one in work:
-        program = device.lower(one.call(device)).compile(QUICK)
+        program = device.device.lower(one.call(device)).compile(QUICK)
         memory = program.memory_analysis()
         takes_pools = one.name not in ("admit", "restore")
         assert (str(NUM_PAGES) in program.as_text()) == takes_pools, one.name
@@ -194,12 +195,12 @@ def test_pools_of_several_shapes_are_written_in_place(tmp_path):
     layout = buckets.make_layout(model, strategy, {}, config)
     layout = dataclasses.replace(layout, page_buckets=layout.page_buckets[-1:])
     device = ModelRunner(model, split_knobs(strategy)[0], {}, layout, allocate=False)
-    pools = jax.tree.leaves(device.shapes().pools)
+    pools = jax.tree.leaves(device.device.shapes().pools)
     assert len({leaf.shape for leaf in pools}) == 2
     cache = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in pools)
     every = {one.name.split()[0]: one for one in warmup.every_program(layout, device.num_words)}
     for word in ("decode", "prefill"):
-        program = device.lower(every[word].call(device)).compile(QUICK)
+        program = device.device.lower(every[word].call(device)).compile(QUICK)
         assert not pool_sized(program.as_text()), word
         assert program.memory_analysis().alias_size_in_bytes >= cache, word
 

@@ -24,10 +24,12 @@ from jax.sharding import Mesh
 import dllm_jax as dj
 from dllm_jax.api import generate as api
 from dllm_jax.cli import main
+from dllm_jax.cluster import peer_memory
+from dllm_jax.compile import warmup
 from dllm_jax.loading.load import place
 from dllm_jax.models import dense, moe
 from dllm_jax.models.sharding import Exchange, over_devices, total
-from dllm_jax.runner import exchange, forward, warmup
+from dllm_jax.runner import forward
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies import DFlash, DiffusionGemma, MultiBD
 from dllm_jax.strategies.core.sampling import Shard
@@ -280,7 +282,7 @@ def with_kernels(monkeypatch):
         y = jnp.where(wrong == 0, y, jnp.nan)
         return dense.add_rms_norm(x, total(y, x, "tp"), scale, eps, is_quantized=is_quantized)
 
-    monkeypatch.setattr(exchange, "made", lambda split: split and exchange_of(split))
+    monkeypatch.setattr(peer_memory, "made", lambda split: split and exchange_of(split))
     monkeypatch.setattr(dense, "reduces", lambda x: x.shape[1] > 1)
     monkeypatch.setattr(dense, "reduced_rms_norm", reduced)
     return made
@@ -350,12 +352,12 @@ def test_programs_hold_the_planned_reductions_and_copy_no_pool(kind, parts):
     model = place(KINDS[kind](), over_devices(parts))
     device = toy.make_device("multi_bd", model=model, allocate=False, num_pages=NUM_PAGES)
     assert isinstance(device, ModelRunner)
-    shapes = jax.tree.leaves(device.shapes().pools)
+    shapes = jax.tree.leaves(device.device.shapes().pools)
     cache = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in shapes)
     each = model.config.num_layers * (2 if kind == "plain" else 4)
     seen = set()
     for one in warmup.every_program(device.layout, device.num_words):
-        program = device.lower(one.call(device)).compile(QUICK)
+        program = device.device.lower(one.call(device)).compile(QUICK)
         text, what = str(program.as_text()), one.name.split()[0]
         plain, search = reductions(text)
         # Of top-k and the nucleus: two searches, and peak and mass between them.
@@ -384,7 +386,9 @@ def test_programs_of_one_device_are_to_the_letter_those_without_any_sum(kind, mo
         call = works[name].call(device)
         run, static = call.program.__wrapped__, ("trees", *call.static)
         fresh = jax.jit(lambda *args, **static: run(*args, **static), static_argnames=static)
-        return device.lower(dataclasses.replace(call, program=fresh)).as_text()  # traced anew
+        return device.device.lower(
+            dataclasses.replace(call, program=fresh)
+        ).as_text()  # traced anew
 
     names = ("decode", "prefill")
     found = [text(name) for name in names]

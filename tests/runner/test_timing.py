@@ -23,7 +23,7 @@ from dllm_jax.loading.model import Model
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
-from dllm_jax.runner import buckets, timing
+from dllm_jax.runner import buckets, estimate
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies import DFlash
 from tests.contract import models
@@ -67,7 +67,7 @@ def pairs() -> dict[str, Any]:
         joined = jax.eval_shape(with_target, target, draft)
         strategy = DFlash().bind(draft.config)
         assert strategy.choices == WIDTHS
-        return lambda slots: timing.estimate_choices(
+        return lambda slots: estimate.estimate_choices(
             strategy, target, {"draft": joined}, slots, context, platform
         )
 
@@ -131,7 +131,8 @@ def test_more_costs_more(pairs):
     target = models.causal()
     strategy, aux = DFlash(4, (0, 1)), {"draft": models.drafter(target)}
     some, others = (
-        timing.estimate_choices(strategy, target, aux, 4, context, "gpu") for context in (64, 4096)
+        estimate.estimate_choices(strategy, target, aux, 4, context, "gpu")
+        for context in (64, 4096)
     )
     assert all(a < b for a, b in zip(some, others, strict=True))
 
@@ -139,7 +140,7 @@ def test_more_costs_more(pairs):
 def test_experts_are_read_as_they_are_hit():
     model = models.experts()
     params, cfg = model.params, model.config
-    one, many = (timing.weights(params, cfg, cells) for cells in (1, 10_000))
+    one, many = (estimate.weights(params, cfg, cells) for cells in (1, 10_000))
     leaves = jax.tree_util.tree_leaves_with_path(params)
     whole = sum(leaf.size for path, leaf in leaves if path[-1].key != "embed")
     assert one[0] == pytest.approx(one[1]), "a cell reads what it is multiplied with"
@@ -157,7 +158,7 @@ def test_a_loop_that_times_nothing_is_told_them():
 
     strategy = DFlash(4, (0, 1))
     platform = jax.default_backend()
-    wanted = timing.estimate_choices(strategy, target, {"draft": draft}, 2, 64 + 8, platform)
+    wanted = estimate.estimate_choices(strategy, target, {"draft": draft}, 2, 64 + 8, platform)
     np.testing.assert_allclose(costs_of(strategy), wanted, rtol=1e-6)
     assert costs_of(strategy.replace(costs=(1.0, 2.0, 3.0))) == (1.0, 2.0, 3.0)
     assert costs_of(strategy.replace(width=4)) is None
@@ -171,6 +172,6 @@ def test_an_engine_goes_by_them_until_it_has_timed_its_own():
     layout = buckets.make_layout(target, strategy, aux, config)
     costs = ModelRunner(target, strategy, aux, layout, allocate=False).choice_costs
     assert costs == {
-        slots: timing.estimate_choices(strategy, target, aux, slots, 64, jax.default_backend())
+        slots: estimate.estimate_choices(strategy, target, aux, slots, 64, jax.default_backend())
         for slots in layout.slot_buckets
     }

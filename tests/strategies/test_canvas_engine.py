@@ -16,8 +16,9 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.api import snapshot
+from dllm_jax.compile import warmup
 from dllm_jax.engine.layout import DeviceFailure
-from dllm_jax.runner import buckets, warmup
+from dllm_jax.runner import buckets
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies import DiffusionGemma
 from dllm_jax.strategies.core.protocol import split_knobs
@@ -175,7 +176,7 @@ def step_temporaries(slots: int, vocab: int, size: int) -> int:
     device = ModelRunner(model, split_knobs(strategy)[0], {}, layout, allocate=False)
     work = warmup.every_program(layout, device.num_words)
     step = next(one for one in work if one.name.startswith("decode"))
-    program = device.lower(step.call(device)).compile({"xla_backend_optimization_level": 0})
+    program = device.device.lower(step.call(device)).compile({"xla_backend_optimization_level": 0})
     memory = program.memory_analysis()
     assert memory is not None
     return memory.temp_size_in_bytes

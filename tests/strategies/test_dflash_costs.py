@@ -8,6 +8,7 @@ measured nor replaced.
 
 import dataclasses
 import math
+import types
 
 import numpy as np
 import pytest
@@ -15,9 +16,9 @@ import pytest
 import dllm_jax as dj
 from dllm_jax.runner import timing
 from dllm_jax.strategies import AR, DFlash
+from tests.compile.test_warm_up import TimedDevice, layout, pass_s
 from tests.contract import models
 from tests.contract.engine import make_device
-from tests.runner.test_warm_up import TimedDevice, layout, pass_s
 
 pytestmark = pytest.mark.long
 
@@ -27,7 +28,7 @@ LAYERS = (0, 1)
 class ChoosingDevice(TimedDevice):
     """Steps take what the one choice takes that `choice_costs` leaves; texts end after some."""
 
-    strategy = DFlash(8, LAYERS)
+    programs = types.SimpleNamespace(strategy=DFlash(8, LAYERS))
 
     def __init__(self, layout, step_s, text_steps=10**9):
         super().__init__(layout, step_s, pass_s)
@@ -73,13 +74,12 @@ def test_a_wider_choice_costs_no_less():
 def test_costs_are_found_by_the_next_more_slots():
     device = make_device("ar", allocate=False)
     strategy = DFlash(8, LAYERS)
-    device._programs = device._programs.replace(strategy=strategy)
-    assert device._priced(3).strategy == strategy, "`ar` has no choices"
+    assert device._with_costs(3) is device.programs, "`ar` has no choices"
     assert device.choice_costs == {}
-    device._weighs = strategy.weighs_costs
+    device.programs = device.programs.replace(strategy=strategy)
     device.choice_costs = {1: (1.0, 2.0, 3.0), 4: (4.0, 5.0, 6.0)}
     for slots, costs in ((1, (1, 2, 3)), (2, (4, 5, 6)), (4, (4, 5, 6)), (9, (4, 5, 6))):
-        np.testing.assert_array_equal(device._priced(slots).strategy.costs, costs)
+        np.testing.assert_array_equal(device._with_costs(slots).strategy.costs, costs)
     assert not strategy.replace(costs=(1.0, 2.0, 3.0)).weighs_costs
     assert not strategy.replace(width=4).weighs_costs
     assert not AR().weighs_costs

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from dllm_jax.bench import measure
+from dllm_jax.compile import warmup
 from dllm_jax.engine.layout import EngineConfig, Placement
-from dllm_jax.runner import buckets, programs, warmup
+from dllm_jax.runner import buckets, programs
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies import AR, MultiBD
 from tests.contract import engine as toy
@@ -138,7 +139,7 @@ def test_who_waits_does_not_wait_for_more():
             wait(handle)
         assert ran.new() == [("prefill", [0])]
     (handle,) = ran.prefill(0)
-    with mock.patch.object(ran.device, "_submit"):
+    with mock.patch.object(ran.device, "submit"), mock.patch.object(ran.device.device, "wait"):
         ran.device.reset()
     with pytest.raises(CancelledError):
         handle.result(0)

@@ -168,13 +168,13 @@ def test_devices_that_share_a_model_keep_to_the_same_automata(parts, wide, monke
 def test_fifty_automata_at_once_compile_nothing():
     engine = make_engine("multi_bd")
     run(engine, [_bound("multi_bd", TOYS[0], 1, i) for i in range(3)])
-    known = set(engine.runner.compiled)
+    known = set(engine.runner.device.compiled)
     toys = [_toy(seed) for seed in range(10, 60)]
     outputs = run(engine, [_bound("multi_bd", toy, 1, i) for i, toy in enumerate(toys)])
     for output, toy in zip(outputs, toys, strict=True):
         assert output.outputs[0].constraint_met
         assert toy.may_end(toy.after(toy.start, output.outputs[0].token_ids))
-    assert set(engine.runner.compiled) == known
+    assert set(engine.runner.device.compiled) == known
 
 
 @pytest.mark.slow

@@ -192,11 +192,11 @@ def test_what_cannot_be_held_is_refused_in_one_line(llm, params, said):
 def test_another_constraint_compiles_nothing(llm):
     texts = llm.chat(_chats(1), _params(llm, PHONE, 3))
     _assert_held(texts[0], PHONE)
-    late = set(llm.engine.runner.compiled)
+    late = set(llm.engine.runner.device.compiled)
     for length in range(3, 11):
         one = Regex(rf"\d{{{length}}}x?")
         _assert_held(llm.chat(_chats(1), _params(llm, one, 2))[0], one)
-    assert set(llm.engine.runner.compiled) == late
+    assert set(llm.engine.runner.device.compiled) == late
 
 
 OTHERS = {

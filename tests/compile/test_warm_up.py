@@ -21,11 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dllm_jax.compile import start, warmup
 from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import DeviceFailure, EngineConfig
 from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.models import dense
-from dllm_jax.runner import buckets, start, timing, warmup
+from dllm_jax.runner import buckets, timing
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.runner.timing import calibrate
 from dllm_jax.strategies import AR, MultiBD, Needs
@@ -92,7 +93,7 @@ def compiled():
 def warm() -> ModelRunner:
     """A device after warm-up and timing."""
     made = device(allocate=True)
-    made.warm_up(calibrate=True)
+    warmup.warm_up(made, calibrate=True)
     return made
 
 
@@ -105,16 +106,16 @@ def test_programs_are_compiled_without_a_state_and_not_again(compiled, monkeypat
     work = warmup.every_program(made.layout, made.num_words)
     compiled.clear()
     reported = []
-    made.compile_ahead(work, lambda *progress: reported.append(progress))
+    warmup.compile_ahead(made, work, lambda *progress: reported.append(progress))
     assert made.state is None, "memory is taken once everything is compiled"
     assert len(compiled) == len(work) == len({one.name for one in work})
     names, done, total = zip(*reported, strict=True)
     assert {*names} == {one.name for one in work}
     assert (*done, total[0]) == (*range(1, len(work) + 1), len(work))
-    seen, take = [], made._reset
-    monkeypatch.setattr(made, "_reset", lambda: (seen.extend(compiled), take()))
+    seen, take = [], made.device.reset
+    monkeypatch.setattr(made.device, "reset", lambda: (seen.extend(compiled), take()))
     compiled.clear()
-    made.warm_up()
+    warmup.warm_up(made)
     (name,) = compiled
     assert "new_state" in name
     assert seen == [name], "and it is compiled before its memory is taken"
@@ -147,7 +148,7 @@ def test_what_is_committed_to_a_device_compiles_nothing_twice(compiled, what):
     made = buckets.make_layout(model, STRATEGY, {}, sizes)
     made = ModelRunner(model, split_knobs(STRATEGY)[0], {}, made, allocate=False)
     compiled.clear()
-    made.warm_up()
+    warmup.warm_up(made)
     assert "jit(begin)" in compiled
     assert len(set(compiled)) == len(compiled), compiled
     compiled.clear()
@@ -162,11 +163,15 @@ def test_what_is_committed_to_a_device_compiles_nothing_twice(compiled, what):
 def programs(count):
     """Work of a runner that is none."""
     every = (types.SimpleNamespace(name=(str(i),), options={"number": i}) for i in range(count))
-    return [warmup.Work(call.name[0], lambda device, call=call: call) for call in every]
+    return [
+        types.SimpleNamespace(name=call.name[0], call=lambda _, call=call: call) for call in every
+    ]
 
 
 class Python:
     """A device that compiles its programs together, and says how many are lowered at once."""
+
+    device = property(lambda self: self)
 
     def __init__(self, count):
         self.compiled, self.log, self.lowering = {}, [], 0
@@ -227,23 +232,23 @@ def test_every_size_of_every_program_is_listed_once_largest_first():
 )
 def test_the_passes_of_each_prompt_mode(strategy, model, kinds):
     """Text behind a prompt of a full mode is computed as blocks, unless a request starts over."""
-    assert warmup.pass_kinds(layout(strategy, model)) == kinds
+    assert layout(strategy, model).pass_kinds == kinds
 
 
 def test_the_memory_of_programs_is_that_of_the_hungriest():
     made = device()
     work = warmup.every_program(made.layout, made.num_words)
-    most = made.compile_ahead(work)
+    most = warmup.compile_ahead(made, work)
     needs = {one.name: warmup._compiled_bytes(made, one, None) for one in work}
     assert most == max(needs.values()) > 0
     hungriest = max(needs, key=needs.__getitem__)
     largest = {one.name: one for one in warmup.largest_programs(made.layout)}
     assert hungriest in largest, "which sizes the pool of an accelerator"
-    reported = made.lower(largest[hungriest].call(made)).compile().memory_analysis()
+    reported = made.device.lower(largest[hungriest].call(made)).compile().memory_analysis()
     fresh = reported.output_size_in_bytes - reported.alias_size_in_bytes
     assert most == reported.temp_size_in_bytes + fresh
     # The pool's size is not known yet when they are measured, and changes nothing.
-    assert device(num_pages=800).compile_ahead([largest[hungriest]]) == most
+    assert warmup.compile_ahead(device(num_pages=800), [largest[hungriest]]) == most
 
 
 def test_a_progress_that_is_interrupted_ends_the_compiling(monkeypatch):
@@ -280,7 +285,7 @@ def test_an_accelerator_that_is_out_of_memory_says_what_to_lower(monkeypatch):
         said = "Failed to allocate request for 9.0MiB (9437184B) on device ordinal 0\nand a table"
         raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {said}")
 
-    monkeypatch.setattr(warmup, "compile_ahead", fails)
+    monkeypatch.setattr(warmup, "_compiled_bytes", fails)
     with pytest.raises(ValueError, match=r"ran out of memory, asked for 9\.0 MiB") as caught:
         start.start(models.plain(), STRATEGY, {}, SMALL)
     assert isinstance(caught.value.__cause__, DeviceFailure)
@@ -291,7 +296,7 @@ def test_an_accelerator_that_is_out_of_memory_says_what_to_lower(monkeypatch):
 def test_what_programs_need_counts_before_memory_is_taken(monkeypatch):
     monkeypatch.setattr(warmup, "compile_ahead", lambda *_: 2**60)
     made = []
-    monkeypatch.setattr(ModelRunner, "_reset", lambda self: made.append(self))
+    monkeypatch.setattr(ModelRunner, "reset", lambda self: made.append(self))
     with pytest.raises(ValueError, match=r"num_pages=\d+ needs .* temporaries 1073741824.0 GiB"):
         start.start(models.plain(), STRATEGY, {}, SMALL)
     assert not made
@@ -311,7 +316,7 @@ def test_an_accelerators_pool_leaves_what_the_programs_need(monkeypatch, hungry)
 
     def compiled_bytes(device, one, in_python):
         began.append(device.layout.num_pages)
-        device.compiled.setdefault(one.name, began[-1])
+        device.device.compiled.setdefault(one.name, began[-1])
         time.sleep(0.03)
         return needs
 
@@ -324,7 +329,7 @@ def test_an_accelerators_pool_leaves_what_the_programs_need(monkeypatch, hungry)
     assert plan.temp_bytes == needs
     assert 0.95 * 0.9 * limit <= plan.peak_bytes <= 0.9 * limit
     # Where the guess was wrong, the rest is not compiled for it, and all for the new pool.
-    assert list(made.compiled.values()) == [plan.num_pages] * 9
+    assert list(made.device.compiled.values()) == [plan.num_pages] * 9
     assert began[-9:] == [plan.num_pages] * 9
     assert (len(began) < 18) == (began[0] != plan.num_pages) == hungry
 
@@ -388,7 +393,7 @@ def test_each_cost_is_found_free_of_what_a_dispatch_costs(prompt):
     strategy = STRATEGY.replace(needs=Needs(prompt)) if prompt != "in_window" else FullSequence()
     made = TimedDevice(layout(strategy), step_s, pass_s)
     found = calibrate(made, made.clock)
-    pages, kinds = made.layout.page_buckets, warmup.pass_kinds(made.layout)
+    pages, kinds = made.layout.page_buckets, made.layout.pass_kinds
     assert found.decode.keys() == {*itertools.product(made.layout.slot_buckets, pages)}
     assert found.prefill.keys() == {*kinds}
     for (rows, columns), seconds in found.decode.items():
@@ -437,7 +442,7 @@ def test_timing_leaves_slots_pool_and_tokens_as_they_were(warm):
 @pytest.mark.slow
 def test_costs_and_constraints_are_for_an_accelerator_unless_asked(monkeypatch):
     done = []
-    monkeypatch.setattr(ModelRunner, "warm_up", lambda self, progress, *asked: done.append(asked))
+    monkeypatch.setattr(warmup, "warm_up", lambda runner, progress, *asked: done.append(asked))
     for on_cpu, asked in ((True, None), (False, None), (True, True), (False, False)):
         monkeypatch.setattr(buckets, "is_on_cpu", lambda model, on_cpu=on_cpu: on_cpu)
         start.start(models.plain(), STRATEGY, {}, CONFIG, calibrate=asked, with_constraints=asked)

@@ -14,10 +14,12 @@ import weakref
 import numpy as np
 import pytest
 
+from dllm_jax.compile import background, warmup
 from dllm_jax.engine.engine import PROGRAMS_WAIT_S, Engine
-from dllm_jax.runner import background, grammars
+from dllm_jax.runner import grammars
+from dllm_jax.runner.dispatch import Dispatch
+from tests.compile.test_warm_up import ROOT
 from tests.contract.engine import case, ends, make_device, wanted, wish
-from tests.runner.test_warm_up import ROOT
 from tests.structured.test_constrained_engine import MASK, STOP, TOYS, VOCAB, _bound, random_toy
 
 NAME, LONG_S = "multi_bd", 120
@@ -44,26 +46,28 @@ def assert_keeps(output):
 @pytest.fixture(scope="module")
 def warm():
     made = make_device(NAME, allocate=False)
-    made._options = lambda *_: {"xla_backend_optimization_level": 0}  # compiled in half the time
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grammars, "USUAL", grammars.BUCKETS[0])  # so that a larger one is left
-        made.warm_up(with_constraints=True)
+        quick = {"xla_backend_optimization_level": 0}  # compiled in half the time
+        patch.setattr(Dispatch, "_options", lambda *_: quick)
+        warmup.warm_up(made, with_constraints=True)
     return made
 
 
 @pytest.fixture
 def go(warm, monkeypatch):
     """The thread has compiled no program of grammars, and compiles none until this is set."""
-    known, go = warm.compiled, threading.Event()
+    device, known, go = warm.device, warm.device.compiled, threading.Event()
 
     def waits(call):
         assert go.wait(LONG_S)
-        warm.compiled[call.name] = known.get(call.name)  # of larger grammars None, and none runs
+        device.compiled[call.name] = known.get(call.name)  # of larger grammars None, and none runs
 
     plain = {name: one for name, one in known.items() if "grammars" not in name[0]}
-    given = {"compile_program": waits, "compiled": plain, "_preparing": {}, "_bucket": None}
-    for name, value in given.items():
-        monkeypatch.setattr(warm, name, value)
+    monkeypatch.setattr(device, "compile_program", waits)
+    monkeypatch.setattr(device, "compiled", plain)
+    monkeypatch.setattr(warm, "_preparing", {})
+    monkeypatch.setattr(warm, "_bucket", None)
     yield go
     go.set()
     assert [future.exception(LONG_S) for future in warm._preparing.values()]
@@ -73,11 +77,11 @@ def go(warm, monkeypatch):
 
 def test_with_constraints_compiled_no_request_waits(warm, monkeypatch):
     monkeypatch.setattr(background, "compile_in_background", None)
-    engine, known = Engine(warm), set(warm.compiled)
+    engine, known = Engine(warm), set(warm.device.compiled)
     text, plain = run(engine, engine.add(BOUND), engine.add(PLAIN))
     assert_keeps(text)
     assert ends([plain]) == [wanted(NAME, FREE)]
-    assert (set(warm.compiled), engine.stats().num_late_compiles) == (known, 0)
+    assert (set(warm.device.compiled), engine.stats().num_late_compiles) == (known, 0)
 
 
 def test_no_other_request_waits_for_programs_of_structured_output(warm, go):
@@ -110,7 +114,7 @@ def test_a_failed_compilation_ends_its_requests_alone(warm, go, monkeypatch):
     def fails(call):
         raise RuntimeError("no such\ninstruction")
 
-    monkeypatch.setattr(warm, "compile_program", fails)
+    monkeypatch.setattr(warm.device, "compile_program", fails)
     engine = Engine(warm)
     names = [engine.add(one) for one in (BOUND, PLAIN, BOUND)]
     one, plain, other = run(engine, *names)
@@ -122,10 +126,12 @@ def test_a_failed_compilation_ends_its_requests_alone(warm, go, monkeypatch):
 def test_the_thread_ends_with_its_runner(end):
     made, began = make_device(NAME, allocate=False, slot_buckets=(1, 2, 4)), []
     going, go = threading.Event(), threading.Event()
-    made.compile_program = lambda call: (began.append(call.name), going.set(), go.wait(LONG_S))
-    seen, done = weakref.ref(made), made.prepare_grammars(grammars.BUCKETS[0])
+    device, sizes = made.device, grammars.BUCKETS[0]
+    device.compile_program = lambda call: (began.append(call.name), going.set(), go.wait(LONG_S))
+    seen, done = weakref.ref(made), warmup.compile_grammars(made, sizes)
+    made._preparing[sizes] = done
     assert going.wait(LONG_S)
-    made.compiled[began[0]] = None
+    device.compiled[began[0]] = None
     assert (made.num_compiled, made.num_programs) == (1, 3)
     if end == "closed":
         made.close()
@@ -138,11 +144,12 @@ def test_the_thread_ends_with_its_runner(end):
 
 
 ENDS = """
-import functools, threading, jax, jax.numpy as jnp
-from dllm_jax.runner import background, warmup
+import functools, threading, types, jax, jax.numpy as jnp
+from dllm_jax.compile import background
 
 class Runner:
     is_open, began = True, threading.Event()
+    device = property(lambda self: self)
     def compile_program(self, size):
         self.began.set()
         chain = lambda x: functools.reduce(lambda y, _: jnp.sort(jnp.sin(y) @ y), range(200), x)
@@ -150,7 +157,7 @@ class Runner:
         print("compiled", flush=True)
 
 runner = Runner()
-work = [warmup.Work(str(i), lambda runner, i=i: 64 + i) for i in range(99)]
+work = [types.SimpleNamespace(call=lambda runner, i=i: 64 + i) for i in range(99)]
 background.compile_in_background(runner, work)
 assert runner.began.wait(60)
 """

@@ -26,7 +26,6 @@ import jax
 import numpy as np
 
 from dllm_jax.engine.layout import DeviceFailure
-from dllm_jax.models.sharding import Split
 
 BEAT_S, SILENT_S = 5.0, 20.0  # a follower says that it lives; without a word for so long it is gone
 JOIN_S = 120.0  # for all followers to connect
@@ -34,12 +33,7 @@ REACH_S = 10.0  # for one of the names of process 0
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"  # HOST:PORT of process 0, as `jax.distributed` reads it
 GRACE_S = 5.0  # a collective may fail before the socket of the process that died is closed
 _SHARED_BYTES = 2048
-_HEAD = struct.Struct("<IQ")  # bytes of the JSON head, and of the arrays behind it
-
-
-def spans(split: Split | None) -> bool:
-    """Whether the devices of a split are those of several processes."""
-    return split is not None and len({d.process_index for d in split.mesh.devices.flat}) > 1
+_HEAD = struct.Struct("<IQ")  # bytes of the JSON head, and of the arrays after it
 
 
 def agree(num_pages: int, settings: Any) -> int:
@@ -212,29 +206,6 @@ class Follower:
         return head, arrays
 
 
-def follow(runner: Any, follower: Follower) -> None:
-    """Replay what process 0 calls, until it stops.
-
-    A call that fails here ends the process: the others would wait for its part.
-
-    Raises:
-        DeviceFailure: Process 0 is gone.
-    """
-    while True:
-        head, arrays = follower.receive()
-        if head["what"] == "stop":
-            runner.close()
-            return
-        runner.replay(head, arrays).add_done_callback(_end_if_failed)
-
-
-def _end_if_failed(done: Future) -> None:
-    error = done.exception()
-    if error is not None:
-        print(f"process {jax.process_index()} failed: {error}", file=sys.stderr, flush=True)
-        os._exit(1)
-
-
 def _leave() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
@@ -279,7 +250,7 @@ def _shared(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _accepted(server: socket.socket, token: bytes) -> dict[int, socket.socket]:
-    """A connection for each follower, by its process; whoever lacks the token is turned away."""
+    """A connection for each follower, by its process; one without the token is turned away."""
     found: dict[int, socket.socket] = {}
     server.settimeout(JOIN_S)
     with server:

@@ -9,14 +9,16 @@ import dataclasses
 import gc
 import math
 from collections.abc import Mapping
+from importlib import metadata
 from typing import Any, NoReturn
 
 import jax
 
-from dllm_jax import __version__
+from dllm_jax.cluster import acts, hosts, peer_memory
+from dllm_jax.compile import warmup
 from dllm_jax.engine.layout import DeviceFailure, EngineConfig
 from dllm_jax.loading.model import Model
-from dllm_jax.runner import buckets, hosts, memory, warmup
+from dllm_jax.runner import buckets, memory
 from dllm_jax.runner.memory import MemoryPlan
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies.core.protocol import split_knobs
@@ -45,7 +47,7 @@ def start(
         strategy: With its numbers and sizes.
         warm_up: Compile every program now, or each when it is first needed.
         calibrate: Time the programs as well; None: on an accelerator.
-        progress, with_constraints: As `ModelRunner.warm_up` takes them.
+        progress, with_constraints: As `warm_up` takes them.
 
     Raises:
         ValueError: The configuration does not fit the model or the memory.
@@ -54,23 +56,26 @@ def start(
     """
     layout = buckets.make_layout(model, strategy, aux, config)
     bare = split_knobs(strategy)[0]
-    device = ModelRunner(model, bare, aux, layout, implementation, allocate=False)
+    inboxes = peer_memory.made(model.split)
+    model, *others = (one.replace(exchange=inboxes) for one in (model, *aux.values()))
+    aux = dict(zip(aux, others, strict=True))
+    runner = ModelRunner(model, bare, aux, layout, implementation, allocate=False)
     try:
-        device.memory = _planned(device, model, aux, config, warm_up, progress)
-        if hosts.spans(model.split):
-            _agree(device, model, bare, aux)
+        runner.memory = _planned(runner, model, aux, config, warm_up, progress)
+        if model.split is not None and model.split.spans_processes:
+            _agree(runner, model, bare, aux)
             if jax.process_index():
-                _follow(device, warm_up)
-            device.leader = hosts.Leader()
+                _follow(runner, warm_up)
+            runner.device = acts.LeadingDevice(runner.device, hosts.Leader())
         if not warm_up:
-            device.memory.check()
-            device.reset()
-            return device
+            runner.memory.check()
+            runner.reset()
+            return runner
         if calibrate is None:
             calibrate = not buckets.is_on_cpu(model)
         if with_constraints is None:
             with_constraints = not buckets.is_on_cpu(model)
-        device.warm_up(progress, calibrate, with_constraints)
+        warmup.warm_up(runner, progress, calibrate, with_constraints)
     except NotImplementedError as error:
         if not layout.batch_invariant:
             raise
@@ -79,35 +84,37 @@ def start(
         if memory.is_out_of_memory(str(failure)):
             raise ValueError(str(failure)) from failure
         raise
-    return device
+    return runner
 
 
-def _agree(device: ModelRunner, model: Model, strategy: Any, aux: Mapping[str, Model]) -> None:
+def _agree(runner: ModelRunner, model: Model, strategy: Any, aux: Mapping[str, Model]) -> None:
     """The same pages on every process, of the same model and settings."""
-    assert device.memory is not None
+    assert runner.memory is not None
     plain = {
         field.name: getattr(strategy, field.name)
         for field in dataclasses.fields(strategy)
         if isinstance(getattr(strategy, field.name), int | float | str | tuple)
     }
     models = {name: (other.source, other.config) for name, other in aux.items()}
-    layout = dataclasses.replace(device.layout, num_pages=0)
+    layout = dataclasses.replace(runner.layout, num_pages=0)
+    versions = metadata.version("dllm-jax"), jax.__version__
     settings = (model.source, model.config, models, type(strategy).__qualname__, plain, layout)
-    pages = hosts.agree(device.memory.num_pages, (__version__, jax.__version__, settings))
-    device.memory = _resized(device, dataclasses.replace(device.memory, num_pages=pages))
+    pages = hosts.agree(runner.memory.num_pages, (*versions, settings))
+    runner.memory = _resized(runner, dataclasses.replace(runner.memory, num_pages=pages))
 
 
-def _follow(device: ModelRunner, warm_up: bool) -> NoReturn:
+def _follow(runner: ModelRunner, warm_up: bool) -> NoReturn:
     """What a process other than the first does: what the first calls."""
     follower = hosts.Follower()
     if warm_up:
-        device.prepare()
-    hosts.follow(device, follower)
+        runner.submit(runner.device.compile_reset)
+        warmup.compile_ahead(runner, warmup.every_program(runner.layout, runner.num_words))
+    acts.follow(runner, follower)
     raise SystemExit(0)
 
 
 def _planned(
-    device: ModelRunner,
+    runner: ModelRunner,
     model: Model,
     aux: Mapping[str, Model],
     config: EngineConfig,
@@ -120,7 +127,7 @@ def _planned(
         measured: Compile the programs of an accelerator, for what they need.
     """
     gc.collect()  # a dropped engine may still hold its pools
-    layout, shapes = device.layout, device.shapes(num_pages=1)
+    layout, shapes = runner.layout, runner.device.shapes(num_pages=1)
     leaves = jax.tree.leaves((model.params, [other.params for other in aux.values()]))
     weights = list({id(leaf): leaf for leaf in leaves}.values())  # a drafter shares its target's
     text = layout.max_model_len
@@ -144,21 +151,19 @@ def _planned(
     if config.num_pages is not None:
         return plan
     elements = max(math.prod(memory.own_shape(leaf)) for leaf in jax.tree.leaves(shapes.pools))
-    plan = _resized(device, memory.fill(plan, layout.num_pages, elements))
+    plan = _resized(runner, memory.fill(plan, layout.num_pages, elements))
     if not plan.is_counted or not measured:
         return plan
     # The reserve for temporaries is a guess, which the compiled programs replace.
     room = plan.utilization * plan.limit_bytes - (plan.peak_bytes - plan.temp_bytes)
-    work = warmup.every_program(layout, device.num_words)
-    temp_bytes = device.compile_ahead(work, progress, most_bytes=room)
+    work = warmup.every_program(layout, runner.num_words)
+    temp_bytes = warmup.compile_ahead(runner, work, progress, most_bytes=room)
     plan = dataclasses.replace(plan, temp_bytes=temp_bytes)
     if temp_bytes <= room:
         return plan
-    return _resized(device, memory.fill(plan, layout.num_pages, elements))
+    return _resized(runner, memory.fill(plan, layout.num_pages, elements))
 
 
-def _resized(device: ModelRunner, plan: MemoryPlan) -> MemoryPlan:
-    if plan.num_pages != device.layout.num_pages:
-        device.compiled.clear()  # the pools' shapes are part of every program
-    device.layout = dataclasses.replace(device.layout, num_pages=plan.num_pages)
+def _resized(runner: ModelRunner, plan: MemoryPlan) -> MemoryPlan:
+    runner.resize(plan.num_pages)
     return plan

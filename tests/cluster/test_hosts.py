@@ -27,9 +27,9 @@ import dllm_jax as dj
 from dllm_jax.api import snapshot as snapshots
 from dllm_jax.api.decide import log_probabilities
 from dllm_jax.api.questions import Question, Read
+from dllm_jax.cluster import hosts
 from dllm_jax.engine.layout import DeviceFailure
 from dllm_jax.engine.requests import Request
-from dllm_jax.runner import hosts
 from dllm_jax.runner.grammars import ready
 from dllm_jax.strategies import MultiBD
 from tests.contract import models
@@ -98,7 +98,7 @@ def free_port():
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), pytest.param(("all",), marks=pytest.mark.slow)])
 def test_two_processes_give_the_texts_of_one_device_and_a_dead_one_is_named(more, tmp_path):
-    command = [sys.executable, "-m", "tests.runner.one_of_several"]
+    command = [sys.executable, "-m", "tests.cluster.one_of_several"]
     port = str(free_port())
     how: Any = {"text": True, "cwd": ROOT, "stdout": subprocess.PIPE, "env": ENV}
     with (

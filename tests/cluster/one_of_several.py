@@ -1,6 +1,6 @@
 """One of two processes of two CPU devices each that share a toy model; see `test_hosts.py`.
 
-    python -m tests.runner.one_of_several RANK PORT FOLDER [all]
+    python -m tests.cluster.one_of_several RANK PORT FOLDER [all]
 
 Rank 0 prints a JSON line a part, and waits for a line before the last one. Snapshots go to FOLDER.
 With `all` automata and labels are among the parts.
@@ -30,8 +30,8 @@ def main(rank, port, folder, *every):
     from dllm_jax.loading.load import place
     from dllm_jax.models.sharding import over_devices
     from tests.api.test_snapshot import break_device
+    from tests.cluster.test_hosts import CONFIG, STRATEGY, labels, requests, texts
     from tests.contract import models
-    from tests.runner.test_hosts import CONFIG, STRATEGY, labels, requests, texts
 
     model = place(models.plain(), over_devices(4))
     llm = dj.LLM(model, STRATEGY, config=CONFIG, warm_up=False, progress=False)

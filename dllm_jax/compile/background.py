@@ -11,18 +11,17 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from dllm_jax.runner.warmup import Work
-
 _threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 _is_ending = threading.Event()
 os.register_at_fork(after_in_child=_threads.clear)
 
 
-def compile_in_background(runner: Any, work: Sequence[Work]) -> "Future[None]":
+def compile_in_background(runner: Any, work: Sequence[Any]) -> "Future[None]":
     """Compile programs in a thread that ends with the runner.
 
     Args:
         runner: A `ModelRunner`; the thread holds it weakly between two programs.
+        work: `warmup.Work`.
 
     Returns:
         A future that ends with the last program, or with the error of the first that fails.
@@ -35,15 +34,13 @@ def compile_in_background(runner: Any, work: Sequence[Work]) -> "Future[None]":
     return done
 
 
-def _compile_each(
-    to_runner: "weakref.ref[Any]", work: Sequence[Work], done: "Future[None]"
-) -> None:
+def _compile_each(to_runner: "weakref.ref[Any]", work: Sequence[Any], done: "Future[None]") -> None:
     try:
         for item in work:
             runner = to_runner()
             if runner is None or not runner.is_open or _is_ending.is_set():
                 break
-            runner.compile_program(item.call(runner))
+            runner.device.compile_program(item.call(runner))
             del runner
     except BaseException as error:
         done.set_exception(error)

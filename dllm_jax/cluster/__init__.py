@@ -1,0 +1,1 @@
+"""What several processes, or kernels of several devices, add to a runner."""

@@ -1,0 +1,247 @@
+"""Everything an engine will run, compiled before its first request.
+
+Data flow: layout -> a list of acts -> the call of each, lowered, one after another, and compiled,
+several at a time -> each run once on empty slots, which compiles nothing.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import Any
+
+import jax
+import numpy as np
+
+from dllm_jax.compile import background
+from dllm_jax.engine.layout import EngineLayout, PassKind
+from dllm_jax.runner import grammars, timing
+from dllm_jax.runner.dispatch import Dispatch
+from dllm_jax.runner.programs import Call
+from dllm_jax.runner.runner import ModelRunner
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A program of one size: an act on empty slots, whose slot 0 may have a grammar."""
+
+    name: str
+    act: Callable[[Dispatch], Any]
+    sizes: grammars.Sizes | None = None
+
+    def call(self, runner: Dispatch) -> Call:
+        """The program as a call."""
+        (call,) = runner.calls(self.act, self.sizes)
+        return call
+
+
+def warm_up(
+    runner: ModelRunner,
+    progress: Progress | None = None,
+    calibrate: bool = False,
+    with_constraints: bool = False,
+) -> None:
+    """Compile every program, make the state if there is none, run each once on empty slots.
+
+    A strategy whose step is one of several has each of them timed (`weighs_costs`).
+
+    Args:
+        progress: Called with what was compiled, how many are done, and of how many.
+        calibrate: Time them too, for `cost`; no request may be in a slot.
+        with_constraints: Compile the programs of structured output too, which other requests do
+            not need; else a thread does when the first such request comes.
+
+    Raises:
+        DeviceFailure: A program does not compile, or run.
+        ValueError: What they need was planned and does not fit.
+    """
+    work, bound = every_program(runner.layout, runner.num_words), []
+    if with_constraints and not runner.device.is_shared:
+        bound = programs_with_grammars(runner.layout, grammars.USUAL)
+    began = time.perf_counter()
+    if runner.state is None:  # by the worker, which has nothing else to do
+        runner.submit(runner.device.compile_reset)
+    temp_bytes = compile_ahead(runner, [*work, *bound], progress)
+    runner.device.note_compiling(time.perf_counter() - began)
+    if runner.memory is not None:
+        runner.memory = dataclasses.replace(runner.memory, temp_bytes=temp_bytes)
+        runner.memory.check()
+    if runner.state is None:
+        runner.reset()
+    run_each(runner, work)
+    if runner.programs.strategy.weighs_costs:
+        runner.choice_costs = timing.time_choices(runner)
+    if calibrate:
+        runner.cost = timing.calibrate(runner)
+    if not runner.device.is_shared:
+        runner.compile_in_background = compile_grammars
+        if bound:
+            runner.expect(grammars.USUAL)
+    runner.is_warm = True
+
+
+def compile_grammars(runner: ModelRunner, sizes: grammars.Sizes) -> Future:
+    """Compile the programs for grammars of these sizes in a thread."""
+    return background.compile_in_background(runner, programs_with_grammars(runner.layout, sizes))
+
+
+def every_program(layout: EngineLayout, saved_size: int) -> list[Work]:
+    """All programs, `largest_programs` first, which take longest to compile.
+
+    Args:
+        saved_size: Words of a saved slot.
+    """
+    work = []
+    for columns in reversed(layout.page_buckets):
+        work += [_decode(rows, columns) for rows in reversed(layout.slot_buckets)]
+        for kind in layout.pass_kinds:
+            work += [_prefill(size, columns, kind) for size in reversed(layout.prefill_buckets)]
+    if layout.prompts_a_pass > 1:
+        work.append(_short_prompts(layout))
+    empty = timing.made_up(layout, layout.page_buckets[-1], 1)
+    saved = np.zeros((saved_size,), np.int32)
+    work.append(Work("admit", lambda runner: runner.admit(0, empty)))
+    if not layout.starts_over:
+        work.append(Work("restore", lambda runner: runner.restore(0, empty, saved, ())))
+    # A prompt that sees tokens in order and keeps the row before it leaves a token to compute.
+    if not (layout.is_token_causal and layout.compute_at_least):
+        work.append(Work("begin", lambda runner: runner.begin(0)))
+    if layout.is_full:
+        work.append(Work("copy", lambda runner: runner.copy_page(0, 0)))
+    largest = {item.name for item in largest_programs(layout)}
+    return sorted(work, key=lambda item: item.name not in largest)
+
+
+def largest_programs(layout: EngineLayout) -> list[Work]:
+    """The programs that need the most memory."""
+    columns = layout.page_buckets[-1]
+    largest = layout.prefill_buckets[-1]
+    work = [_decode(layout.slot_buckets[-1], columns)]
+    work += [_prefill(largest, columns, kind) for kind in layout.pass_kinds]
+    if layout.prompts_a_pass * layout.prefill_buckets[0] > largest:
+        work.append(_short_prompts(layout))
+    return work
+
+
+def programs_with_grammars(layout: EngineLayout, sizes: grammars.Sizes) -> list[Work]:
+    """The decode programs of slots of which some have a grammar of these `grammars.Sizes`."""
+    every = itertools.product(layout.slot_buckets, layout.page_buckets)
+    return [_decode(rows, columns, sizes) for rows, columns in every]
+
+
+def _decode(rows: int, columns: int, sizes: grammars.Sizes | None = None) -> Work:
+    slots = np.arange(rows, dtype=np.int32)
+    pages = np.full((rows, columns), -1, np.int32)
+    active = int(sizes is not None)  # slot 0 with its grammar
+    return Work(
+        f"decode {rows} slots, {columns} pages" + (", grammars" if active else ""),
+        lambda runner: runner.decode(slots, active, pages, 1, False),
+        sizes,
+    )
+
+
+def _prefill(size: int, columns: int, kind: PassKind, prompts: int = 1) -> Work:
+    pages = np.full((columns,), -1, np.int32)
+
+    def act(runner: Dispatch) -> None:
+        for slot in range(prompts):
+            runner.prefill(slot, (), 0, 0, 0, False, pages, size, kind)
+
+    several = f"{prompts} prompts of " if prompts > 1 else ""
+    return Work(f"prefill {several}{size} tokens, {columns} pages, {kind}", act)
+
+
+def _short_prompts(layout: EngineLayout) -> Work:
+    """The pass over several short prompts."""
+    (kind,) = layout.pass_kinds
+    return _prefill(layout.prefill_buckets[0], layout.page_buckets[0], kind, layout.prompts_a_pass)
+
+
+def compile_ahead(
+    runner: ModelRunner,
+    work: Sequence[Work],
+    progress: Progress | None = None,
+    most_bytes: float = math.inf,
+) -> int:
+    """Compile programs, one a core at a time; the runner keeps them.
+
+    Args:
+        most_bytes: Stop at the first program that needs more temporary memory.
+
+    Returns:
+        The largest temporary allocation of a program, in bytes.
+
+    Raises:
+        DeviceFailure: One does not compile.
+    """
+    most, done = 0, 0
+    pool = ThreadPoolExecutor(min(len(work), num_cores()), "dllm-compile")
+    # Lowering holds the GIL. One at a time, so that compilation overlaps with the next lowering.
+    in_python = threading.Lock()
+    is_waited_for = False
+    try:
+        with _without_old_garbage():
+            futures = {pool.submit(_compiled_bytes, runner, item, in_python): item for item in work}
+            for future in as_completed(futures):
+                most = max(most, future.result())
+                done += 1
+                if progress:
+                    progress(futures[future].name, done, len(work))
+                if is_waited_for := most > most_bytes:
+                    break
+    except jax.errors.JaxRuntimeError as error:
+        raise runner.failure(error) from error
+    finally:
+        pool.shutdown(wait=is_waited_for, cancel_futures=True)
+    return most
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def _without_old_garbage() -> Iterator[None]:
+    """Keep the garbage collector from scanning existing objects again and again.
+
+    That was a tenth of lowering for SDAR-1.7B. If objects are already frozen, leave them.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _compiled_bytes(runner: ModelRunner, work: Work, in_python: threading.Lock) -> int:
+    call, known = work.call(runner), runner.device.compiled
+    if call.name not in known:
+        with in_python:
+            lowered = runner.device.lower(call)
+        known[call.name] = lowered.compile(call.options)
+    analysis = known[call.name].memory_analysis()
+    if analysis is None:
+        return 0
+    fresh = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return int(analysis.temp_size_in_bytes + max(0, fresh))
+
+
+def run_each(runner: ModelRunner, work: Iterable[Work]) -> None:
+    """Run programs once."""
+    for item in work:
+        runner.run(item.call(runner))
+    runner.wait()

@@ -1,0 +1,352 @@
+"""What a host loop does to slots, as calls of programs: each act makes its `Call` and hands it on.
+
+Admissions and small pieces of prompts wait for more of their kind, or for the next act, which
+brings them along in its own call.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import numpy as np
+
+from dllm_jax.engine.layout import EngineLayout, PassKind, Placement
+from dllm_jax.runner import grammars, packing, programs
+from dllm_jax.runner.programs import Call, Programs
+
+ADMIT_ROWS = 8  # requests that one program puts into their slots
+WIDE = 256  # cells of a block from which on a step of one slot has many rows
+
+_Admission = tuple[int, Placement, bool]  # slot, request, and whether it decodes at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A dispatched decode: the two arrays that it returns are still being computed."""
+
+    words: Future
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """A piece of a prefix that is not dispatched yet."""
+
+    slot: int
+    words: np.ndarray  # [1 X], `packing.piece_fields`
+    size: int
+    kind: PassKind
+    boundary: Future
+
+
+class Dispatch:
+    """Acts on slots; `run` says where their calls go.
+
+    Args:
+        made_from: Models and strategy, as the programs take them.
+        layout: Sizes; every program is compiled for a bucket of them.
+        slot_layout: Of a saved slot.
+        home: The device that everything is committed to.
+
+    Attributes:
+        knobs: Names of the strategy's thresholds, sorted.
+        weightless: The programs' `made_from` without weights, for those that read none.
+        choice_costs: Costs of the strategy's choices in any one unit, by slots.
+        is_profiled: Run steps by programs whose launches a profile holds, one by one.
+        passes: Prefill passes, by tokens and pages of a prompt, kind, prompts.
+    """
+
+    def __init__(
+        self,
+        made_from: Programs,
+        layout: EngineLayout,
+        slot_layout: packing.SlotLayout,
+        home: Any,
+    ):
+        self.programs, self.layout, self.slot_layout = made_from, layout, slot_layout
+        self.choice_costs: Mapping[int, Sequence[float]] = {}
+        self.is_profiled = False
+        self.passes: Counter[tuple[int, int, PassKind, int]] = Counter()
+        self._home = home
+        self.knobs = tuple(sorted(layout.knobs))
+        # A call looks at each of its arrays.
+        bare = made_from.model.replace(params={}, exchange=None)
+        self.weightless = made_from.replace(model=bare, aux={})
+        self._admitted: list[_Admission] = []  # not dispatched yet
+        self._pieces: list[_Piece] = []  # not dispatched yet, of distinct slots
+        self._bound: set[int] = set()  # slots whose request has a grammar
+        self._bucket: grammars.Sizes | None = None  # of these grammars
+
+    def calls(
+        self, act: Callable[["Dispatch"], Any], sizes: grammars.Sizes | None = None
+    ) -> list[Call]:
+        """The calls that an act on empty slots would dispatch; nothing runs.
+
+        Args:
+            sizes: Slot 0 has a grammar of these sizes; None: no slot has one.
+        """
+        other = _Recorder(self.programs, self.layout, self.slot_layout, self._home)
+        other.choice_costs, other.is_profiled = self.choice_costs, self.is_profiled
+        if sizes is not None:
+            other._bound, other._bucket = {0}, sizes
+        act(other)
+        other.flush()
+        return other.found
+
+    def run(self, call: Call, slots: Sequence[int] = ()) -> Future:
+        """Dispatch a call that these slots need; its result."""
+        raise NotImplementedError
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def admit(self, slot: int, placement: Placement) -> None:
+        """Put a fresh request into a slot; it does not decode until its prefill is done.
+
+        A pass or steps that are dispatched next bring it along, or several are one program.
+        """
+        # No sooner: `begin` may join the last one.
+        is_full = len(self._admitted) == min(ADMIT_ROWS, self.layout.num_slots)
+        # Two rows of one program for the same slot would have no order.
+        waiting = [slot for slot, _, _ in self._admitted] + [piece.slot for piece in self._pieces]
+        if is_full or slot in waiting:
+            self.flush()
+        self._admitted.append((slot, placement, False))
+        self._bound.discard(slot)
+        if placement.grammar is not None:
+            self._bound.add(slot)
+
+    def flush(self) -> None:
+        """Dispatch the admissions, then the pieces of prompts, that wait for more of their kind."""
+        pieces, self._pieces = self._pieces, []
+        if not pieces and (admitted := self._take_admitted()):
+            args, static = (self._fresh(admitted),), {"knobs": self.knobs}
+            call = Call(("admit",), programs.admit, self.weightless, args, static)
+            self.run(call, [slot for slot, _, _ in admitted])
+        # Full batches or single pieces: a padding row would cost a prompt's computation.
+        count = self.layout.prompts_a_pass if len(pieces) == self.layout.prompts_a_pass else 1
+        for i in range(0, len(pieces), count):
+            self._run_prefill(pieces[i : i + count])
+
+    def _forget(self) -> None:
+        """Drop what waits."""
+        self._admitted.clear()
+        for piece in self._pieces:
+            piece.boundary.cancel()
+        self._pieces.clear()
+
+    def _take_admitted(self) -> list[_Admission]:
+        """The admissions that the next program brings along."""
+        admitted, self._admitted = self._admitted, []
+        return admitted
+
+    def _fresh(self, admitted: Sequence[_Admission]) -> np.ndarray:
+        """Fresh requests as [A X], `packing.admission_fields`."""
+        window, num_slots = self.layout.window, self.layout.num_slots
+        fields = packing.admission_fields(window, len(self.knobs))
+        rows = np.zeros((min(ADMIT_ROWS, num_slots), fields.size), np.int32)
+        rows[:, fields.at("slot")] = num_slots  # ignores the rows that fill up
+        for row, (slot, placement, decodes) in zip(rows, admitted, strict=False):
+            ints, floats = packing.pack_request(placement, window, self.knobs)
+            row[fields.at("slot")], row[fields.at("decodes")] = slot, decodes
+            row[fields.span("ints")], row[fields.span("floats")] = ints, floats.view(np.int32)
+        return rows
+
+    def _with_fresh(
+        self, rows: np.ndarray, admitted: Sequence[_Admission]
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """What a program takes that brings fresh requests along, and its keywords."""
+        given = np.concatenate([rows, self._fresh(admitted)], axis=None)
+        return given, {"knobs": self.knobs, "num_rows": len(rows), "width": rows.shape[1]}
+
+    def prefill(
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        first: int,
+        end: int,
+        live_end: int,
+        last: bool,
+        pages: np.ndarray,
+        size: int,
+        kind: PassKind,
+    ) -> Future:
+        """Compute and store one piece of a prefix.
+
+        Several small pieces of short prefixes are one program, dispatched with the next call.
+
+        Args:
+            tokens: Ids from position `first` on, at most `size`.
+            end: First position not stored; `live_end`: first not computed.
+            last: This piece completes the prefix: the slot decodes from now on.
+            pages: The slot's row of the page table, one of the page buckets wide.
+
+        Returns:
+            The boundary row after the pass [D], on the device. A pass over several pieces
+            returns that of the first one: prefixes in pieces do not need it.
+        """
+        layout = self.layout
+        words = packing.piece_fields(size).pack(
+            1,
+            slot=slot,
+            first=first,
+            end=end,
+            live_end=live_end,
+            last=last,
+            tokens=np.asarray(tokens, np.int32),
+            pages=pages,
+        )
+        piece, several = _Piece(slot, words, size, kind, Future()), layout.prompts_a_pass
+        is_small = (size, len(pages)) == (layout.prefill_buckets[0], layout.page_buckets[0])
+        if several == 1 or not is_small:
+            if self._pieces:
+                self.flush()
+            self._run_prefill([piece])
+            return piece.boundary
+        if any(slot == other.slot for other in self._pieces):
+            self.flush()
+        self._pieces.append(piece)
+        if len(self._pieces) == several:
+            self.flush()
+        return piece.boundary
+
+    def _run_prefill(self, pieces: list[_Piece]) -> None:
+        size, kind = pieces[0].size, pieces[0].kind
+        words = np.concatenate([piece.words for piece in pieces])
+        columns = words.shape[1] - packing.piece_fields(size).size
+        self.passes[size, columns, kind, len(pieces)] += 1
+        given, static = self._with_fresh(words, self._take_admitted())
+        static |= {"size": size, "kind": kind}
+        options = programs.MANY_ROWS | (programs.NOTHING_RECORDED if self._is_wide else {})
+        key = ("prefill", *words.shape, size, kind)
+        call = Call(key, programs.prefill, self.programs, (given,), static, options=options)
+        done = self.run(call, [piece.slot for piece in pieces])
+        done.add_done_callback(lambda done: _pass_on(done, [piece.boundary for piece in pieces]))
+
+    def begin(self, slot: int, boundary: Any = None) -> None:
+        """Let a slot decode whose prefix needs no computing.
+
+        Args:
+            boundary: The row before its window, from `prefill` of the same prefix.
+        """
+        last = self._admitted[-1] if self._admitted else None
+        if boundary is None and last and last[0] == slot and not self.programs.strategy.absorbs:
+            self._admitted[-1] = (*last[:2], True)
+            return
+        if boundary is None:
+            boundary = np.zeros((self.programs.kept,), self.programs.spec.dtype)
+            if self._home is not None:  # where `prefill` leaves one
+                boundary = jax.device_put(boundary, self._home)
+        args = np.int32(slot), boundary
+        self.run(Call(("begin",), programs.begin, self.programs, args), [slot])
+
+    def restore(
+        self, slot: int, placement: Placement, saved: np.ndarray, tokens: Sequence[int]
+    ) -> None:
+        """Put a fetched slot back, with its output so far; its pages hold its prefix again."""
+        ints, floats = packing.pack_request(placement, self.layout.window, self.knobs)
+        output = np.zeros((self.programs.max_output,), np.int32)
+        output[: len(tokens)] = tokens
+        args = np.int32(slot), ints, floats, saved[None, : self.slot_layout.size], output
+        static = {"knobs": self.knobs, "slot_layout": self.slot_layout}
+        self.run(Call(("restore",), programs.restore, self.weightless, args, static), [slot])
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a page in every pool."""
+        args = np.int32(source), np.int32(target)
+        self.run(Call(("copy",), programs.copy_page, self.weightless, args))
+
+    # --- decoding -----------------------------------------------------------------------------
+
+    def decode(
+        self, rows: np.ndarray, num_active: int, pages: np.ndarray, num_steps: int, early: bool
+    ) -> Chunk:
+        """Dispatch steps of some slots.
+
+        Args:
+            rows: Distinct slots, one of the slot buckets wide; the first `num_active` decode.
+            pages: Their rows of the page table, one of the page buckets wide.
+            num_steps: Steps at most.
+            early: Stop as soon as one of them ends.
+        """
+        if self._pieces:
+            self.flush()
+        requests = packing.DECODE.pack(
+            len(rows),
+            slot=rows[:, None],
+            num_active=num_active,
+            num_steps=num_steps,
+            early=early,
+            pages=pages,
+        )
+        given, static = self._with_fresh(requests, self._take_admitted())
+        active = rows[:num_active].tolist()
+        bound = [row in self._bound for row in active]
+        sizes = self._bucket if any(bound) else None
+        if sizes is not None:
+            which = np.zeros((len(rows),), bool)
+            which[: len(bound)] = bound
+            key, args = ("decode with grammars", *pages.shape, sizes), (given, which)
+        else:
+            key, args = ("decode seen" if self.is_profiled else "decode", *pages.shape), (given,)
+        options = self._options(len(rows), sizes is not None)
+        made_from = self._with_costs(len(rows))
+        call = Call(key, programs.decode, made_from, args, static, sizes, options)
+        return Chunk(self.run(call, active))
+
+    def _options(self, count: int, is_bound: bool) -> dict[str, Any]:
+        """Options of XLA for a decode program of `count` slots."""
+        many = self.layout.many_rows
+        if many is None:
+            return {}
+        if count >= many:
+            return programs.MANY_ROWS | programs.NOTHING_RECORDED
+        options = programs.MANY_ROWS if self._is_wide else {}
+        # A profile holds no launch of a recorded loop. With several slots, grammars or devices a
+        # recorded loop is not faster, or XLA does not record it.
+        is_one = count == 1 and not is_bound and self.programs.model.split is None
+        if (self._is_wide or is_one) and not (self.is_profiled and not is_bound):
+            options = options | programs.RECORDED_LOOP
+        return options
+
+    @property
+    def _is_wide(self) -> bool:
+        """Whether a step of one slot has many rows, and runs on an accelerator."""
+        return self.layout.many_rows is not None and self.layout.block_size >= WIDE
+
+    def _with_costs(self, num_slots: int) -> Programs:
+        """The programs, with the costs of the strategy's choices for this number of slots.
+
+        Costs are data: a later measurement, or a new `choice_costs`, compiles nothing again.
+        """
+        strategy = self.programs.strategy
+        if not strategy.weighs_costs:
+            return self.programs
+        known = [n for n in self.choice_costs if n >= num_slots] or [*self.choice_costs][-1:]
+        costs = np.asarray(self.choice_costs[min(known)], np.float32)
+        return self.programs.replace(strategy=strategy.replace(costs=costs))
+
+
+class _Recorder(Dispatch):
+    """Keeps the calls."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.found: list[Call] = []
+
+    def run(self, call: Call, slots: Sequence[int] = ()) -> Future:
+        """Keep a call; its result never comes."""
+        del slots
+        self.found.append(call)
+        return Future()
+
+
+def _pass_on(done: Future, others: Sequence[Future]) -> None:
+    """Give what a future holds to others."""
+    error = done.exception()
+    for other in others:
+        if error is not None:
+            other.set_exception(error)
+        else:
+            other.set_result(done.result())
