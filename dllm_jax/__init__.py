@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from dllm_jax.loading.load import load
     from dllm_jax.loading.model import Model
+    from dllm_jax.loading.save import save
     from dllm_jax.models.sharding import Split
     from dllm_jax.structured import After, Choice, Hole, JsonSchema, Regex
     from dllm_jax.trace.trajectory import Trajectory, record
@@ -54,6 +55,7 @@ __all__ = [
     "kernels",
     "load",
     "record",
+    "save",
     "strategies",
 ]
 
@@ -80,6 +82,7 @@ _HOMES = {
     "generate": "api.generate",
     "load": "loading.load",
     "record": "trace.trajectory",
+    "save": "loading.save",
 }
 _FOLDERS = ("convert", "kernels", "strategies")
 

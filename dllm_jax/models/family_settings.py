@@ -13,7 +13,7 @@ from dllm_jax.models.family_table import BLOCK_ROUTED, Decoding, Family
 _FIELDS = {field.name: field.type for field in dataclasses.fields(Decoding)}
 _NOT_OURS = ("family", "remasking", "block_length", "append", "attention", "alternatives")
 # Settings that a config.json of ours may carry under "dllm_jax", with their types.
-_OURS: dict[str, Any] = {
+OURS: dict[str, Any] = {
     name: (*get_args(kind), kind)[0] for name, kind in _FIELDS.items() if name not in _NOT_OURS
 }
 
@@ -111,9 +111,9 @@ def _own(fields: Fields) -> dict[str, Any]:
     """The entry "dllm_jax" of a config we wrote."""
     settings: dict[str, Any] = {}
     for key, value in fields.object("dllm_jax").items():
-        kind = _OURS.get(key)
+        kind = OURS.get(key)
         if kind is None:
-            fields.problems.append(f'"dllm_jax": unknown key {key!r}; known are {", ".join(_OURS)}')
+            fields.problems.append(f'"dllm_jax": unknown key {key!r}; known are {", ".join(OURS)}')
         elif isinstance(value, bool) or not isinstance(
             value, int | float if kind is float else kind
         ):
