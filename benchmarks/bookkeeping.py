@@ -33,7 +33,8 @@ from dllm_jax.engine.admission import accept
 from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import EngineLayout
 from dllm_jax.engine.requests import Request, SamplingParams
-from dllm_jax.engine.scheduler import DECODE, Scheduler
+from dllm_jax.engine.scheduler import Scheduler
+from dllm_jax.engine.sequence import DECODE
 from dllm_jax.runner.fetched import Fetched
 from dllm_jax.runner.packing import HEAD
 
@@ -190,7 +191,7 @@ def live_through(scheduler: Scheduler, sequence: Any, text: list[int]) -> None:
         sequence.start = PROMPT + end
         if not sequence.is_sound:
             sequence.is_sound = True
-            scheduler.publish(sequence)
+            scheduler.prefixes.publish(sequence)
     scheduler.leave(sequence)
 
 

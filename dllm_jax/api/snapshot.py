@@ -32,7 +32,7 @@ from dllm_jax.engine.checks import short_repr
 from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import EngineConfig, Placement
 from dllm_jax.engine.requests import DraftMetrics, Request, SamplingParams
-from dllm_jax.engine.scheduler import Sequence
+from dllm_jax.engine.sequence import Sequence
 from dllm_jax.loading.jax_settings import cache_folder
 from dllm_jax.loading.model import Model
 from dllm_jax.models.sharding import split_axis

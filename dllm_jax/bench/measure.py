@@ -21,7 +21,8 @@ from dllm_jax.bench.head import has_head, ids_of_device
 from dllm_jax.engine.admission import accept
 from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.requests import Request, SamplingParams
-from dllm_jax.engine.scheduler import Scheduler, Sequence
+from dllm_jax.engine.scheduler import Scheduler
+from dllm_jax.engine.sequence import Sequence
 from dllm_jax.models import reference
 from dllm_jax.runner.decode import PassKind
 from dllm_jax.runner.timing import begin

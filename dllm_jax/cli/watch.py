@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from dllm_jax.cli.text import shown
 from dllm_jax.engine.requests import RequestOutput
-from dllm_jax.engine.scheduler import Sequence
+from dllm_jax.engine.sequence import Sequence
 
 GREEN, YELLOW, GREY, RESET = "\x1b[32m", "\x1b[33m", "\x1b[90m", "\x1b[0m"
 HOLE, END_MARK = "·", "▪"

@@ -8,7 +8,8 @@ from dllm_jax.engine.detokenize import TextStream, special_stops
 from dllm_jax.engine.layout import HOLE, NO_LIMIT, Placement
 from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.engine.rules import check, inner
-from dllm_jax.engine.scheduler import Scheduler, Sequence
+from dllm_jax.engine.scheduler import Scheduler
+from dllm_jax.engine.sequence import Sequence
 
 
 @dataclasses.dataclass(eq=False, slots=True)

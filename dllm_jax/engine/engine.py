@@ -25,7 +25,9 @@ from dllm_jax.engine.layout import CompileFailure, DeviceFailure, EngineLayout
 from dllm_jax.engine.outputs import is_whole, output
 from dllm_jax.engine.requests import DraftMetrics, Request, RequestOutput
 from dllm_jax.engine.rounds import Budget, Chunk, all_end, groups, num_steps
-from dllm_jax.engine.scheduler import DECODE, DONE, PREFILL, Pass, Scheduler, Sequence
+from dllm_jax.engine.scheduler import Scheduler
+from dllm_jax.engine.sequence import DECODE, DONE, PREFILL, Pass, Sequence
+from dllm_jax.engine.stats import Stats
 
 RUNNING_CODE = 1
 ERROR_CODE, STUCK_CODE = 7, 8
@@ -34,40 +36,6 @@ REASONS = {2: "stop", 3: "length", 4: "nfe", 5: "repetition", 6: "abort"} | dict
 )
 PROGRAMS_WAIT_S = 0.02  # of a step whose requests all wait for programs that a thread compiles
 NEWEST_SHARE = 0.2  # of the last chunk in the running mean of a step's seconds
-
-
-@dataclasses.dataclass(frozen=True)
-class Stats:
-    """Counts since the engine was made; the first five are current values.
-
-    Programs are those compiled so far (`num_compiled`) and those still to come; a late compilation
-    is one for which a request had to wait.
-    Draft counts are of texts that ended, as in `requests.DraftMetrics`.
-    """
-
-    num_running: int
-    num_waiting: int
-    num_pages: int
-    num_pages_held: int
-    num_chunks_in_flight: int
-    num_requests: int
-    num_finished: int
-    num_steps: int
-    num_preemptions: int
-    num_failures: int
-    num_faults: int
-    num_late_compiles: int
-    num_programs: int
-    num_compiled: int
-    prompt_tokens: int
-    generated_tokens: int
-    nfe: int
-    prefix_queries: int
-    prefix_hits: int
-    prefix_evictions: int
-    draft_rounds: int
-    draft_tokens_proposed: int
-    draft_tokens_accepted: int
 
 
 @dataclasses.dataclass(slots=True)
@@ -253,32 +221,29 @@ class Engine:
     # --- dispatch --------------------------------------------------------------------------------
 
     def _dispatch(self) -> bool:
-        scheduler, cost = self.scheduler, self.runner.cost
-        if scheduler.has_waiting:
-            for sequence in scheduler.admit(self._has_programs):
-                with self._alone(sequence):
-                    self._place(sequence)
-            if not scheduler.live and not self._rounds:
-                self.runner.await_programs(PROGRAMS_WAIT_S)
-        decoding = scheduler.decoding()
-        steps = num_steps(self._step_s, scheduler, decoding, cost, self.is_open)
-        last_pass = None
-        if len(decoding) < len(scheduler.live):
-            last_pass = self._prefill(decoding, steps)
-            decoding = scheduler.decoding()
-            steps = num_steps(self._step_s, scheduler, decoding, cost, self.is_open)
-        in_flight = [chunk for round_ in self._rounds for chunk in round_.chunks]
-        if not decoding or all_end(self.layout, in_flight, decoding):
-            if last_pass is not None:
-                self._rounds.append(_Round([], last_pass))
-            return last_pass is not None
-        steps = scheduler.grow(decoding, steps)
-        for sequence in decoding:
-            if sequence.stage != DECODE and sequence.saved is not None:  # preempted
-                sequence.saved[0].hold()  # the device need not, for as long as it waits
-        sized = groups(scheduler, scheduler.decoding(), steps, cost)
-        self._rounds.append(_Round([self._decode(*group) for group in sized]))
-        return True
+        """Admit, then dispatch prefill passes and decode chunks; False: there was none."""
+        self._admit()
+        last_pass = self._prefill()
+        chunks = self._decode()
+        if last_pass is not None and not chunks:
+            self._rounds.append(_Round([], last_pass))
+        elif chunks:
+            self._rounds.append(_Round(chunks))
+        return bool(chunks) or last_pass is not None
+
+    def _admit(self) -> None:
+        """Give waiting sequences slots; if all wait for programs, wait a little for these."""
+        if not self.scheduler.has_waiting:
+            return
+        for sequence in self.scheduler.admit(self._has_programs):
+            with self._alone(sequence):
+                self._place(sequence)
+        if not self.scheduler.live and not self._rounds:
+            self.runner.await_programs(PROGRAMS_WAIT_S)
+
+    def _num_steps(self, decoding: list[Sequence]) -> int:
+        cost = self.runner.cost
+        return num_steps(self._step_s, self.scheduler, decoding, cost, self.is_open)
 
     @contextlib.contextmanager
     def _alone(self, sequence: Sequence) -> abc.Iterator[None]:
@@ -319,14 +284,17 @@ class Engine:
             self.runner.begin(sequence.slot, sequence.boundary)
         sequence.stage = DECODE
 
-    def _prefill(self, decoding: list[Sequence], steps: int) -> Any:
+    def _prefill(self) -> Any:
         """Dispatch passes within the round's budget, best-ranked sequences first.
 
         Returns:
             The last pass's handle; None without a pass.
         """
+        decoding, last = self.scheduler.decoding(), None
+        if len(decoding) == len(self.scheduler.live):
+            return None
+        steps = self._num_steps(decoding)
         budget = Budget(self.scheduler, decoding, steps, self.runner.cost)
-        last = None
         for sequence in [s for s in self.scheduler.live if s.stage == PREFILL]:
             while sequence.stage == PREFILL and sequence.done < sequence.start:
                 piece = budget.take(sequence, forced=last is None)
@@ -357,7 +325,20 @@ class Engine:
             self._begin(sequence, prefilled=True)
         return boundary
 
-    def _decode(self, group: list[Sequence], columns: int, steps: int) -> Chunk:
+    def _decode(self) -> list[Chunk]:
+        """Dispatch steps of all sequences that decode, unless those in flight end all of them."""
+        scheduler, decoding = self.scheduler, self.scheduler.decoding()
+        in_flight = [chunk for round_ in self._rounds for chunk in round_.chunks]
+        if not decoding or all_end(self.layout, in_flight, decoding):
+            return []
+        steps = scheduler.grow(decoding, self._num_steps(decoding))
+        for sequence in decoding:
+            if sequence.stage != DECODE and sequence.saved is not None:  # preempted
+                sequence.saved[0].hold()  # the device need not, for as long as it waits
+        sized = groups(scheduler, scheduler.decoding(), steps, self.runner.cost)
+        return [self._decode_group(*group) for group in sized]
+
+    def _decode_group(self, group: list[Sequence], columns: int, steps: int) -> Chunk:
         scheduler = self.scheduler
         rows = np.array(scheduler.rows(group, scheduler.slot_bucket(len(group))), np.int32)
         pages = scheduler.table[rows, :columns]
@@ -415,7 +396,7 @@ class Engine:
                 sequence.is_sound = False
             elif not sequence.is_sound:
                 sequence.is_sound = True
-                self.scheduler.publish(sequence)
+                self.scheduler.prefixes.publish(sequence)
             if finish == ERROR_CODE:
                 self._end(
                     sequence,

@@ -5,7 +5,7 @@ from collections import abc
 
 from dllm_jax.engine.admission import ActiveRequest
 from dllm_jax.engine.requests import CompletionOutput, DraftMetrics, Metrics, RequestOutput
-from dllm_jax.engine.scheduler import DONE, Sequence
+from dllm_jax.engine.sequence import DONE, Sequence
 
 WARN_ROUNDS = 64  # rounds with a draft before the warning
 WARN_LENGTH = 1.15  # tokens a round; the target's own token is 1

@@ -14,7 +14,8 @@ from collections import abc
 from typing import Any, Protocol
 
 from dllm_jax.engine.layout import NO_LIMIT, EngineLayout
-from dllm_jax.engine.scheduler import DECODE, Pass, Scheduler, Sequence
+from dllm_jax.engine.scheduler import Scheduler
+from dllm_jax.engine.sequence import DECODE, Pass, Sequence
 
 # How long a dispatch should last. Beside its steps, each takes some 2.5 ms on an H200 (SDAR-1.7B):
 # 1.4 in the call, which looks at some 300 arrays with cold caches, and 1.1 on the way back; 3 to 5

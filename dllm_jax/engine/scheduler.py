@@ -6,117 +6,19 @@ arrival).
 """
 
 import bisect
-import dataclasses
 import heapq
 from collections import abc
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
 
 import numpy as np
 
 from dllm_jax.engine.checks import Refused
-from dllm_jax.engine.layout import EngineLayout, Placement
-from dllm_jax.engine.pages import Chain, OutOfPages, PagePool, digest
+from dllm_jax.engine.layout import EngineLayout
+from dllm_jax.engine.pages import OutOfPages, PagePool
+from dllm_jax.engine.prefixes import Prefixes
+from dllm_jax.engine.sequence import DECODE, DONE, PREFILL, WAITING, Pass, Sequence
 
-WAITING, PREFILL, DECODE, DONE = range(4)
 _FEW = 64  # turns that are kept anyway
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Sequence:
-    """One text of a request, as the host knows it.
-
-    Attributes:
-        owner: Its request (`admission.ActiveRequest`).
-        rank: (priority, arrival): lower goes first, no two are equal.
-        client: Whose it is.
-        turn: Its round in the queue of its priority, in each of which a client has one.
-        placement: Its slot when fresh.
-        leader: The first sequence of its request, whose prompt pages it waits for and shares.
-        capacity: Positions it can ever write.
-        epoch: Counts its slot tenancies: results of an earlier one are discarded.
-        done: Positions before `start` that are computed or found; the others wait for prefill.
-        prefix_len: Tokens of the prompt that prefill stores.
-        start: Tokens in the cache at its last fetch; before the first, those prefill stores.
-        tokens: Settled output as fetched.
-        saved: The last fetch and its row there; None: it starts over.
-        in_flight: Decode steps dispatched and not fetched.
-        covered: Positions its pages hold.
-        publishes: Others may share its pages.
-        is_sound: A fetch of this tenancy found its values finite.
-        num_published: Pages found or published in this tenancy.
-        copies: Pages to copy on admission, as (source, target).
-        failed_at: Forwards it had made when the device last failed, -1 if it never did.
-        watched: Each move matters: for a stream, a stop string or a provisional window.
-        stop_id: The one of the request's `stop_token_ids`, or the special token, that ended it.
-        drafted: How its drafts fared, once it has ended (`requests.DraftMetrics`).
-    """
-
-    owner: Any
-    index: int
-    rank: tuple[int, int]
-    prompt: list[int]
-    placement: Placement
-    capacity: int
-    leader: "Sequence | None" = None
-    client: str = ""
-    turn: int = 0
-    stage: int = WAITING
-    slot: int = -1
-    epoch: int = 0
-    pages: list[int] = dataclasses.field(default_factory=list)
-    covered: int = 0
-    done: int = 0
-    prefix_len: int = 0
-    start: int = 0
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    saved: tuple[Any, int] | None = None
-    in_flight: int = 0
-    chain: Chain | None = None
-    publishes: bool = True
-    is_sound: bool = False
-    num_published: int = 0
-    prompt_published: bool = False
-    boundary: Any = None
-    copies: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    nfe: int = 0
-    prefill_nfe: int = 0
-    cached_tokens: int | None = None
-    num_preemptions: int = 0
-    failed_at: int = -1
-    admitted_s: float | None = None
-    first_s: float | None = None
-    end_s: float | None = None
-    watched: bool = False
-    stream: Any = None
-    finish_reason: str | None = None
-    stop_id: int | str | None = None
-    drafted: Any = None
-
-    def text_ids(self, first: int, end: int) -> list[int]:
-        """Ids of positions [first, end) of prompt and settled output."""
-        split = len(self.prompt)
-        if end <= split:
-            return self.prompt[first:end]
-        return self.prompt[first:end] + self.tokens[max(first - split, 0) : max(end - split, 0)]
-
-    def draft_metrics(self) -> Any:
-        """How its drafts fared by its last fetch (`requests.DraftMetrics`), or None."""
-        if self.saved is None:
-            return self.drafted
-        fetch, row = self.saved
-        return fetch.drafted(row)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Pass:
-    """One prefill dispatch: positions [first, end) are stored, [first, live_end) computed."""
-
-    kind: Literal["blocks", "causal", "full"]
-    first: int
-    end: int
-    live_end: int
-    size: int
 
 
 class Scheduler:
@@ -124,6 +26,7 @@ class Scheduler:
 
     Attributes:
         pool: Ownership of the pages.
+        prefixes: Which of them hold what.
         slots: The sequence in each slot.
         live: Sequences in slots, best rank first.
         table: Pages of each slot in order of position, then -1.
@@ -132,11 +35,11 @@ class Scheduler:
     def __init__(self, layout: EngineLayout):
         self.layout = layout
         self.pool = PagePool(layout.num_pages)
+        self.prefixes = Prefixes(layout, self.pool)
         self.slots: list[Sequence | None] = [None] * layout.num_slots
         self.live: list[Sequence] = []
         self.table = np.full((layout.num_slots, layout.page_buckets[-1]), -1, np.int32)
         self._free_slots = list(range(layout.num_slots - 1, -1, -1))
-        self._unit_pages = layout.unit // layout.page_size
         self._bucket_of = [  # by number of pages
             next(size for size in layout.page_buckets if size >= count)
             for count in range(layout.page_buckets[-1] + 1)
@@ -261,7 +164,7 @@ class Scheduler:
 
     def _place(self, sequence: Sequence) -> bool:
         layout = self.layout
-        hits = self._hits(sequence)
+        hits = self.prefixes.hits(sequence)
         # A prompt shared as a whole may end within a page, which the text then writes: copy it.
         copied = bool(hits) and layout.is_full and sequence.prefix_len % layout.page_size > 0
         if not self._fits(sequence, hits, copied):
@@ -313,81 +216,6 @@ class Scheduler:
         row = self.table[sequence.slot]
         row[:] = -1
         row[: len(sequence.pages)] = sequence.pages
-
-    # --- the prefix cache -----------------------------------------------------------------------
-
-    def _salt(self, sequence: Sequence) -> bytes:
-        """The salt of its keys; without prefix caching it differs for each request."""
-        if self.layout.prefix_caching:
-            return self.layout.salt
-        leader = sequence.leader or sequence
-        return b"%s|%d" % (self.layout.salt, leader.rank[1])
-
-    def _chain(self, sequence: Sequence) -> Chain:
-        if sequence.chain is None:
-            sequence.chain = Chain(self._salt(sequence), self.layout.unit, self.layout.page_size)
-        return sequence.chain
-
-    def _prompt_keys(self, sequence: Sequence) -> list[Any]:
-        """Keys of a prompt that is reusable only as a whole; its last page may be partly filled."""
-        count = self.layout.pages_for(sequence.prefix_len)
-        whole = digest(b"whole|" + self._salt(sequence), sequence.prompt)
-        return [(whole, page) for page in range(count)]
-
-    def _hits(self, sequence: Sequence) -> list[int]:
-        """Pages of the sequence's prefix that are in the pool."""
-        layout, start = self.layout, sequence.start
-        if start == 0 or not (layout.prefix_caching or sequence.leader or sequence.saved):
-            return []
-        if layout.is_full:
-            keys = self._prompt_keys(sequence)
-            hits = self.pool.find(keys)
-            return hits if len(hits) == len(keys) else []
-        # A saved slot holds its boundary row: then all of the prefix may be a hit.
-        reusable = start if sequence.saved else start - layout.compute_at_least
-        chain = self._chain(sequence)
-        if chain.length + layout.unit <= reusable:
-            chain.extend(sequence.text_ids(chain.length, reusable))
-        hits = self.pool.find(chain.keys[: max(reusable, 0) // layout.unit * self._unit_pages])
-        # Eviction takes single pages: the rest of a unit may end within a block.
-        return hits[: len(hits) // self._unit_pages * self._unit_pages]
-
-    def publish(self, sequence: Sequence) -> None:
-        """Publish full, final pages to the prefix cache.
-
-        The first fetch of a tenancy publishes the prompt, for sequences that wait for it; the text
-        behind it is published when the sequence leaves its slot.
-        """
-        if not sequence.publishes:
-            return
-        if self.layout.is_full:
-            self._publish_prompt(sequence)
-        else:
-            # A text may have committed more than it emitted: a stop id, cells past a limit.
-            end = min(sequence.start, len(sequence.prompt) + len(sequence.tokens))
-            if self.layout.soft_commits or self.layout.in_window:
-                end = min(end, sequence.prefix_len)
-            self._publish_up_to(sequence, end)
-        sequence.prompt_published = True
-
-    def _publish_prompt(self, sequence: Sequence) -> None:
-        if sequence.num_published:
-            return
-        keys = self._prompt_keys(sequence)
-        for i, key in enumerate(keys, 1):
-            self.pool.publish(
-                key, sequence.pages[i - 1], sequence.boundary if i == len(keys) else None
-            )
-        sequence.num_published = len(keys)
-
-    def _publish_up_to(self, sequence: Sequence, end: int) -> None:
-        chain = self._chain(sequence)
-        if chain.length + self.layout.unit <= end:
-            chain.extend(sequence.text_ids(chain.length, end))
-        count = end // self.layout.unit * self._unit_pages
-        for i in range(sequence.num_published, count):
-            self.pool.publish(chain.keys[i], sequence.pages[i])
-        sequence.num_published = count
 
     # --- prefill --------------------------------------------------------------------------------
 
@@ -481,7 +309,7 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence) -> None:
         if sequence.is_sound:
-            self.publish(sequence)
+            self.prefixes.publish(sequence)
         self.pool.release(sequence.pages)
         sequence.pages, sequence.covered = [], 0
         sequence.boundary = None

@@ -20,7 +20,7 @@ import numpy as np
 from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import EngineConfig, EngineLayout
 from dllm_jax.engine.requests import Request, RequestOutput, SamplingParams
-from dllm_jax.engine.scheduler import Sequence
+from dllm_jax.engine.sequence import Sequence
 from dllm_jax.runner import buckets, decode
 from dllm_jax.runner.forward import ModelForward, WindowOutput
 from dllm_jax.runner.runner import ModelRunner

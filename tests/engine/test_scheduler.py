@@ -85,7 +85,7 @@ class Books:
         """As fetches say: tokens, their blocks committed."""
         if not sequence.is_sound:
             sequence.is_sound = True
-            self.scheduler.publish(sequence)
+            self.scheduler.prefixes.publish(sequence)
         if text:
             self.scheduler.grow([sequence], 4)
         sequence.tokens += list(text)

@@ -163,7 +163,7 @@ QUEUE = [
     ),
     *broken(
         "test_scheduler.test_without_the_cache_sequences_share_with_their_own_request_only",
-        "scheduler.py",
+        "prefixes.py",
         strangers_share_without_the_cache=("leader.rank[1])", "0)"),
     ),
     *broken(
@@ -213,12 +213,12 @@ PREFIXES = [
     ),
     *broken(
         "test_scheduler.test_a_hit_leaves_something_to_compute_where_the_strategy_needs_it",
-        "scheduler.py",
+        "prefixes.py",
         hit_leaves_nothing_to_compute=("else start - layout.compute_at_least", "else start"),
     ),
     *broken(
         "test_scheduler.test_pages_and_blocks_that_do_not_divide_each_other_are_shared_together",
-        "scheduler.py",
+        "prefixes.py",
         part_of_a_unit_is_a_hit=(
             "return hits[: len(hits) // self._unit_pages * self._unit_pages]",
             "return hits",
@@ -234,7 +234,7 @@ PREFIXES = [
     ),
     *broken(
         "machine",
-        "scheduler.py",
+        "prefixes.py",
         part_of_a_whole_prompt_is_a_hit=(
             "return hits if len(hits) == len(keys) else []",
             "return hits",
@@ -247,6 +247,10 @@ PREFIXES = [
             "end = min(sequence.start, len(sequence.prompt) + len(sequence.tokens))",
             "end = len(sequence.prompt) + len(sequence.tokens)",
         ),
+    ),
+    *broken(
+        "machine",
+        "sequence.py",
         recomputed_text_is_one_off=(
             "self.tokens[max(first - split, 0) : max(end - split, 0)]",
             "self.tokens[max(first - split - 1, 0) : max(end - split, 0)]",
@@ -254,7 +258,7 @@ PREFIXES = [
     ),
     *broken(
         "test_scheduler.test_a_stop_id_in_the_cache_is_not_taken_for_text",
-        "scheduler.py",
+        "prefixes.py",
         unsaid_text_is_published=(
             "end = min(sequence.start, len(sequence.prompt) + len(sequence.tokens))",
             "end = sequence.start",
@@ -262,14 +266,14 @@ PREFIXES = [
     ),
     *broken(
         "test_scheduler.test_text_of_soft_commits_is_not_shared_but_the_prompt_is",
-        "scheduler.py",
-        text_of_soft_commits_is_shared=("if self.layout.soft_commits or", "if"),
+        "prefixes.py",
+        text_of_soft_commits_is_shared=("if self._layout.soft_commits or", "if"),
     ),
     *broken(
         "test_scheduler.test_a_second_turn_finds_the_first_ones_text",
         "scheduler.py",
         text_is_never_published=(
-            "        if sequence.is_sound:\n            self.publish(sequence)\n",
+            "        if sequence.is_sound:\n            self.prefixes.publish(sequence)\n",
             "",
         ),
     ),
@@ -288,7 +292,7 @@ PREFIXES = [
         published_before_it_is_written=(
             "        self.runner.admit(sequence.slot, sequence.placement)\n",
             "        self.runner.admit(sequence.slot, sequence.placement)\n"
-            "        self.scheduler.publish(sequence)\n",
+            "        self.scheduler.prefixes.publish(sequence)\n",
         ),
         copy_is_not_dispatched=("self.runner.copy_page(source, target)", "pass"),
         boundary_is_not_handed_on=(

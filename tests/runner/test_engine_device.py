@@ -22,7 +22,7 @@ from jax.sharding import SingleDeviceSharding
 import dllm_jax as dj
 from dllm_jax.compile import warmup
 from dllm_jax.engine.requests import SamplingParams
-from dllm_jax.engine.scheduler import DECODE, PREFILL
+from dllm_jax.engine.sequence import DECODE, PREFILL
 from dllm_jax.runner import buckets
 from dllm_jax.runner.fetched import PINNED
 from dllm_jax.runner.runner import ModelRunner
