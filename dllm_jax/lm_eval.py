@@ -11,6 +11,7 @@ from typing import Any
 
 from dllm_jax.api.llm import LLM
 from dllm_jax.cli.errors import fitted, one_line
+from dllm_jax.engine.layout import SamplingNumbers
 from dllm_jax.engine.requests import SamplingParams
 from dllm_jax.loading.tokenizer import encode
 from dllm_jax.scoring.likelihood import BUDGET, LogLikelihood, Method
@@ -25,7 +26,7 @@ except ImportError as error:
 
 NAME = "dllm-jax"
 MOST_TOKENS = 256  # of an answer, where the task does not say
-_SAMPLING = ("temperature", "top_k", "top_p", "seed")
+_SAMPLING = (*SamplingNumbers._fields, "seed")
 # Arguments of other engines at the values that ask for nothing.
 _NEUTRAL = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "n", "best_of"), 1),

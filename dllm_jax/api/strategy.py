@@ -168,8 +168,7 @@ def default_params(model: Model, strategy: Any, **params: Any) -> SamplingParams
     own = model.defaults.strategy
     if own not in strategy_names() or type(strategy) is not type(load_strategy(own)):
         return SamplingParams(**params)
-    usual = {"temperature": model.defaults.temperature, "top_p": model.defaults.top_p}
-    return SamplingParams(**usual | params)
+    return SamplingParams(**model.defaults.sampling | params)
 
 
 def check_fit(model: Model, strategy: Any) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from dllm_jax.cli.interrupt import Interrupt
-from dllm_jax.engine.layout import EngineConfig
+from dllm_jax.engine.layout import EngineConfig, SamplingNumbers
 from dllm_jax.engine.requests import Request, RequestOutput, SamplingParams
 
 SLOTS = 8  # texts decoded at once
@@ -101,13 +101,12 @@ def sampling_params(args: argparse.Namespace, model: Any, strategy: Any) -> Samp
     """
     from dllm_jax.api.strategy import default_params
 
-    given = {"temperature": args.temperature, "top_p": args.top_p}
+    given = {name: getattr(args, name) for name in SamplingNumbers._fields}
     return default_params(
         model,
         strategy,
         **{name: value for name, value in given.items() if value is not None},
         max_tokens=args.max_tokens,
-        top_k=args.top_k,
         stop=tuple(args.stop),
         stop_token_ids=args.stop_token_ids,
         max_nfe=args.max_nfe,

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from dllm_jax.engine import checks
 
@@ -196,6 +196,17 @@ class EngineLayout:
         return -(-num_tokens // self.page_size)
 
 
+class SamplingNumbers(NamedTuple):
+    """How a slot draws, on the host: the fields of `core.state.Sampling`; greedy by default."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+GREEDY = SamplingNumbers()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
     """One sequence as its slot sees it, in host numbers.
@@ -212,15 +223,13 @@ class Placement:
     tail: tuple[int, ...]
     prompt_len: int
     limit: int
-    temperature: float
-    top_k: int
-    top_p: float
     stop_ids: tuple[int, ...]
     max_nfe: int
     max_run: int
     knobs: Mapping[str, float]
     seed: int
     fold: int
+    sampling: SamplingNumbers = GREEDY
     given: tuple[int, ...] = ()
     grammar: Any = None
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dllm_jax.engine import checks
+from dllm_jax.engine.layout import SamplingNumbers
 from dllm_jax.engine.rules import NUMBERS
 
 _NUMBERS = ("temperature", "top_p", "top_k", "max_tokens", "n", "seed", "max_nfe")
@@ -88,6 +89,12 @@ class SamplingParams:
         if plain.get("top_k", 0) <= 0:
             plain["top_k"] = None
         checks.set_fields(self, plain)
+
+    @property
+    def sampling(self) -> SamplingNumbers:
+        """How tokens are drawn, with a number for each field."""
+        wished = {name: getattr(self, name) for name in SamplingNumbers._fields}
+        return SamplingNumbers(**{name: one for name, one in wished.items() if one is not None})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

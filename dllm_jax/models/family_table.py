@@ -53,6 +53,11 @@ class Decoding:
     attention: Attention = "block_causal"
     alternatives: tuple[str, ...] = ()
 
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling fields among these, by name."""
+        return {"temperature": self.temperature, "top_p": self.top_p}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FamilyDefaults(Decoding):

@@ -16,9 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from dllm_jax.engine.layout import Placement
+from dllm_jax.engine.layout import GREEDY, Placement
 from dllm_jax.engine.rules import STOP_WIDTH
 from dllm_jax.strategies.core.state import DecodeState
+
+_DRAW_WHOLE, _DRAW_REAL = (
+    tuple(name for name, one in GREEDY._asdict().items() if isinstance(one, kind))
+    for kind in (int, float)
+)
 
 
 class Fields:
@@ -85,14 +90,14 @@ def piece_fields(size: int) -> Fields:
 @functools.cache
 def request_fields(window: int) -> Fields:
     """A request's whole numbers."""
-    numbers = ("prompt_len", "limit", "top_k", "max_nfe", "max_run", "seed", "fold")
+    numbers = ("prompt_len", "limit", *_DRAW_WHOLE, "max_nfe", "max_run", "seed", "fold")
     return Fields(**dict.fromkeys(numbers, 1), stop_ids=STOP_WIDTH, tail=window, given=window)
 
 
 @functools.cache
 def float_fields(num_knobs: int) -> Fields:
     """A request's other numbers."""
-    return Fields(temperature=1, top_p=1, knobs=num_knobs)
+    return Fields(**dict.fromkeys(_DRAW_REAL, 1), knobs=num_knobs)
 
 
 @functools.cache
@@ -111,13 +116,13 @@ def pack_request(
     numbers = {
         "prompt_len": placement.prompt_len,
         "limit": placement.limit,
-        "top_k": placement.top_k,
         "max_nfe": placement.max_nfe,
         "max_run": placement.max_run,
         "seed": seed - 2**32 if seed >= 2**31 else seed,  # its bits
         "fold": placement.fold,
     }
-    for name, number in numbers.items():
+    drawn = placement.sampling._asdict()
+    for name, number in (numbers | {name: drawn[name] for name in _DRAW_WHOLE}).items():
         ints[fields.at(name)] = number
     given = placement.given[: window - len(tail)]  # behind what of the prompt is not prefilled
     behind = tail + (0,) * (window - len(tail))
@@ -126,7 +131,7 @@ def pack_request(
         at = fields.at(name) + first
         ints[at : at + len(ids)] = ids
     values = [placement.knobs[name] for name in knobs]
-    floats = np.array([placement.temperature, placement.top_p, *values], np.float32)
+    floats = np.array([*(drawn[name] for name in _DRAW_REAL), *values], np.float32)
     return ints, floats
 
 

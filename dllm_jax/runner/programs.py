@@ -18,6 +18,7 @@ from flax import struct
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from dllm_jax.engine.layout import SamplingNumbers
 from dllm_jax.loading.model import Model
 from dllm_jax.models.sharding import Split
 from dllm_jax.runner import decode as decoding
@@ -181,9 +182,10 @@ def _request(
     key = jax.random.fold_in(jax.random.key(seed), ints[words.at("fold")])
     return _Request(
         sampling=Sampling(
-            temperature=floats[numbers.span("temperature")],
-            top_k=ints[words.span("top_k")],
-            top_p=floats[numbers.span("top_p")],
+            **{
+                name: floats[numbers.span(name)] if name in numbers else ints[words.span(name)]
+                for name in SamplingNumbers._fields
+            }
         ),
         limits=Limits(
             stop_ids=ints[words.span("stop_ids")][None],
@@ -426,15 +428,12 @@ def _decode(programs, state, given, bound: Any = None, **sizes):
     bucket = _rows(state, rows)
     active = jnp.arange(R) < num_active
     idle_finish = bucket.finish
-    sampling = bucket.sampling
     bucket = bucket.replace(
         # The rows that fill up the bucket are empty slots, or requests in their prefill.
         finish=jnp.where(active, bucket.finish, EMPTY),
         # Ignore the sampling settings of inactive rows: readouts of greedy rows alone are cheap.
-        sampling=Sampling(
-            temperature=jnp.where(active, sampling.temperature, 0.0),
-            top_k=jnp.where(active, sampling.top_k, 0),
-            top_p=jnp.where(active, sampling.top_p, 1.0),
+        sampling=jax.tree.map(
+            functools.partial(jnp.where, active), bucket.sampling, Sampling.greedy(R)
         ),
         page_table=pages,
         rows=jnp.zeros((R, programs.window, programs.kept), spec.dtype),

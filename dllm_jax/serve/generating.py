@@ -171,10 +171,12 @@ def _params(body: wire.Sampling, facts: Facts, max_tokens: int) -> dict[str, Any
         raise Refusal(str(error), param=error.param) from None
     top_p = body.top_p
     if top_p is None and constraint is None:  # constrained texts are drawn from all that fits
-        top_p = facts.top_p
+        top_p = facts.sampling.get("top_p")
     return {
         "max_tokens": max_tokens,
-        "temperature": facts.temperature if body.temperature is None else body.temperature,
+        "temperature": facts.sampling.get("temperature", 0.0)
+        if body.temperature is None
+        else body.temperature,
         "top_p": top_p,
         "top_k": body.top_k if body.top_k is not None and body.top_k > 0 else None,
         "seed": None if body.seed is None else body.seed % SEED_MODULUS,

@@ -91,7 +91,7 @@ class Facts(msgspec.Struct):
         thresholds: Knobs of the strategy: value, lowest, highest.
         infill: `suffix` can be filled in.
         causal: Decoded token by token: no forward is a denoising step.
-        temperature, top_p: Of requests that name none.
+        sampling: Of requests that name none.
         attention, shift, answer_end, routing_block: How questions are laid out
             (`api.questions.Reading`).
     """
@@ -112,8 +112,7 @@ class Facts(msgspec.Struct):
     infill: bool = False
     causal: bool = False
     drafts: bool = False
-    temperature: float = 0.0
-    top_p: float | None = None
+    sampling: dict[str, float] = {}
     attention: str = "block_causal"
     shift: bool = False
     answer_end: int | None = None

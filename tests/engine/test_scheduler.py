@@ -823,7 +823,7 @@ def test_a_placement_says_what_the_slot_needs(host: ModuleType) -> None:
     placement = books.accept(range(2, 16), max_nfe=7, top_k=4, **wishes).sequences[0].placement
     assert placement.tail == (14, 15)
     assert (placement.prompt_len, placement.limit, placement.max_nfe) == (14, 30, 7)
-    assert (placement.stop_ids, placement.top_k, placement.top_p) == ((3, 1), 4, 1.0)
+    assert (placement.stop_ids, placement.sampling) == ((3, 1), (0.0, 4, 1.0))
     assert placement.knobs == {"accept_threshold": 0.5}
     plain = books.accept([5], stop_token_ids=(3,), ignore_eos=True).sequences[0].placement
     assert (plain.stop_ids, plain.knobs) == ((3,), {"accept_threshold": 0.9})

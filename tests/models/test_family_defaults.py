@@ -28,7 +28,6 @@ from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.dense import DenseConfig, init_params
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.family_table import FAMILIES, with_d2f_adapter
-from dllm_jax.runner.forward import ModelForward
 from dllm_jax.strategies import (
     D2F,
     BlockDiffusion,
@@ -336,9 +335,9 @@ def test_logits_want_whole_blocks_of_routing(routed):
 
 
 def test_ids_that_are_edits_are_never_drawn(routed):
-    never = ModelForward(routed).forbidden(jnp.arange(52))
+    never = routed.forbidden(jnp.arange(52))
     assert np.flatnonzero(never).tolist() == [47, 48, 49, 50, 51]
-    never = ModelForward(routed).forbidden(jnp.arange(52), allow=(47, 48, 49, 50))
+    never = routed.forbidden(jnp.arange(52), allow=(47, 48, 49, 50))
     assert np.flatnonzero(never).tolist() == [47, 50, 51], "no mask, and no row without a token"
 
 

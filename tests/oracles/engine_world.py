@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import dllm_jax.engine.inbox
-from dllm_jax.engine.layout import Placement
+from dllm_jax.engine.layout import Placement, SamplingNumbers
 from tests.oracles.fake_device import (
     END_ID,
     HOLE,
@@ -332,9 +332,7 @@ class World:
             tail=tuple(prompt[first : first + layout.window]),
             prompt_len=len(prompt),
             limit=limit,
-            temperature=params.temperature,
-            top_k=0,
-            top_p=1.0,
+            sampling=SamplingNumbers(params.temperature),
             stop_ids=params.stop_token_ids + (() if params.ignore_eos else (END_ID,)),
             max_nfe=params.max_nfe or NO_LIMIT,
             max_run=params.max_repetition_run or NO_LIMIT,

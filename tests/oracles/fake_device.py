@@ -373,9 +373,7 @@ def random_key(placement: Any) -> int:
         (
             placement.seed,
             placement.fold,
-            placement.temperature,
-            placement.top_k,
-            placement.top_p,
+            *placement.sampling,
             *(hash(placement.knobs[name]) for name in sorted(placement.knobs)),
         )
     )
