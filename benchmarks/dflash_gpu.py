@@ -56,8 +56,8 @@ from dllm_jax.runner.cache import PAGE_SIZE, new_pool, page_slots, write_rows
 from dllm_jax.runner.estimate import RATES
 from dllm_jax.runner.forward import TARGET, ModelForward
 from dllm_jax.strategies import AR, DFlash
-from dllm_jax.strategies.core import drafting, random
-from dllm_jax.strategies.dflash import DRAFT
+from dllm_jax.strategies.core import random
+from dllm_jax.strategies.dflash import DRAFT, drafting
 
 QWEN, QWEN_DRAFT = "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"
 AR_BAR, DRAFT_BAR, ROUND_BAR, OFF_BAR = 1.05, 1.4, 1.4, 0.97

@@ -22,9 +22,9 @@ from dllm_jax.runner.fetched import Fetched, pinned_of
 from dllm_jax.runner.programs import Call, Programs
 from dllm_jax.runner.state import DeviceState
 from dllm_jax.runner.worker import Worker
-from dllm_jax.strategies.core import drafting
 from dllm_jax.strategies.core.errors import described
 from dllm_jax.strategies.core.state import DecodeState
+from dllm_jax.strategies.dflash import drafting
 
 
 class ModelRunner(Dispatch):
@@ -214,7 +214,7 @@ class ModelRunner(Dispatch):
         return packing.host_unpack(saved, self.slot_layout)
 
     def drafted(self, saved: np.ndarray) -> DraftMetrics | None:
-        """The counts of `core.drafting` in a saved slot; None where the strategy has none."""
+        """The counts of `dflash.drafting` in a saved slot; None where the strategy has none."""
         if self._draft_leaves is None:
             return None
         leaves = [packing.host_leaf(saved, self.slot_layout, one) for one in self._draft_leaves]

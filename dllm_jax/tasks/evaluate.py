@@ -25,9 +25,10 @@ from dllm_jax.loading.tokenizer import encode as encode_text
 from dllm_jax.runner import decode
 from dllm_jax.runner.forward import ModelForward
 from dllm_jax.strategies import BlockDiffusion
-from dllm_jax.strategies.core import drafting, driver
+from dllm_jax.strategies.core import driver
 from dllm_jax.strategies.core.protocol import Strategy
 from dllm_jax.strategies.core.state import DUMMY, FINISH_REASONS, DecodeState
+from dllm_jax.strategies.dflash import drafting
 from dllm_jax.tasks.problems import Problem, is_correct, problem
 
 MAX_TOKENS = 224  # more than the longest worked solution of both halves

@@ -72,9 +72,10 @@ def as_strategy(
 
 
 def strategy_names() -> tuple[str, ...]:
-    """Names that `load_strategy` takes: the algorithm modules of this package."""
+    """Names that `load_strategy` takes: the algorithms of this package, files or folders."""
     package = importlib.import_module(_PACKAGE)
-    return tuple(sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg))
+    names = {module.name for module in pkgutil.iter_modules(package.__path__)}
+    return tuple(sorted(names - {"core", "testing"}))
 
 
 def settings(strategy: Any) -> tuple[str, ...]:

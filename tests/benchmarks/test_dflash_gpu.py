@@ -21,7 +21,7 @@ from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
 from dllm_jax.runner import estimate
 from dllm_jax.runner.estimate import RATES
-from dllm_jax.strategies.core import drafting
+from dllm_jax.strategies.dflash import drafting
 
 pytestmark = pytest.mark.long
 

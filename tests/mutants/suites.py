@@ -8,10 +8,12 @@ import pytest
 import dllm_jax.engine
 import dllm_jax.structured
 from dllm_jax import strategies
-from dllm_jax.strategies import dflash as dflash_module
-from dllm_jax.strategies import diffusion_gemma as diffusion_gemma_module
-from dllm_jax.strategies.core import canvas, drafting, driver, random, rejection
 from dllm_jax.strategies.core import constraint as constraint_module
+from dllm_jax.strategies.core import driver, random
+from dllm_jax.strategies.dflash import dflash as dflash_module
+from dllm_jax.strategies.dflash import drafting, rejection
+from dllm_jax.strategies.diffusion_gemma import canvas
+from dllm_jax.strategies.diffusion_gemma import diffusion_gemma as diffusion_gemma_module
 from dllm_jax.structured import automaton
 from tests.mutants import (
     constraint,

@@ -22,9 +22,10 @@ from dllm_jax.engine.requests import DraftMetrics
 from dllm_jax.runner import decode
 from dllm_jax.runner.forward import ModelForward
 from dllm_jax.strategies import AR, DFlash
-from dllm_jax.strategies.core import drafting, driver
+from dllm_jax.strategies.core import driver
 from dllm_jax.strategies.core.protocol import Taps
 from dllm_jax.strategies.core.state import FINISH_REASONS, NO_LIMIT, Sampling
+from dllm_jax.strategies.dflash import drafting
 from tests.contract import dense, drafters, harness, models
 from tests.contract.harness import ROOM, SLOTS, Request
 from tests.oracles.dflash_decoder import Rounds, dflash_rounds

@@ -19,7 +19,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.strategies import AR, DFlash
-from dllm_jax.strategies.core import rejection
+from dllm_jax.strategies.dflash import rejection
 from tests.contract import dense, drafters, models
 from tests.strategies.test_dflash import LAYERS, ROUND, SLOTS, TARGET, draw_wish, run
 

@@ -19,8 +19,9 @@ from flax import struct
 from dllm_jax.runner import decode
 from dllm_jax.runner.forward import ModelForward
 from dllm_jax.strategies import AR, DFlash
-from dllm_jax.strategies.core import drafting, driver
+from dllm_jax.strategies.core import driver
 from dllm_jax.strategies.core.state import EMPTY, NO_LIMIT, RUNNING, Carry
+from dllm_jax.strategies.dflash import drafting
 from tests.contract import drafters, harness, models
 from tests.contract.harness import SLOTS, Request
 from tests.oracles import draft_widths

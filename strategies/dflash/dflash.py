@@ -13,7 +13,7 @@ The target's token is drawn with the key of its absolute position, as in `ar`. A
 that draw and cannot change it, so the text is that of `ar` for any drafter and temperature. (In
 bfloat16 the rows of a wider pass may round differently.)
 
-With `acceptance="rejection"` drafts are drawn and stay by chance (`core.rejection`). The text then
+With `acceptance="rejection"` drafts are drawn and stay by chance (`rejection`). The text then
 has the distribution of `ar`'s, but is another one.
 
 How many drafts are judged is chosen in each step, from how earlier drafts fared and from what a
@@ -33,11 +33,12 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array
 
-from .core import blocks, drafting, random, rejection
-from .core.draft_settings import bound, check_widths, costs_of
-from .core.needs import Needs
-from .core.protocol import Strategy, Taps
-from .core.state import Carry, StepInfo
+from ..core import blocks, random
+from ..core.needs import Needs
+from ..core.protocol import Strategy, Taps
+from ..core.state import Carry, StepInfo
+from . import drafting, rejection
+from .draft_settings import bound, check_widths, costs_of
 
 DRAFT = "draft"
 

@@ -26,11 +26,12 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from .core import blocks, canvas, random, sampling
-from .core.checks import check_whole
-from .core.needs import Needs
-from .core.protocol import Conditioned, Forward, ForwardOutput, Knob, Strategy, TokenStats, knob
-from .core.state import ACTIVE, NO_TOKEN, TO_CACHE, Carry, DecodeState, Sampling
+from ..core import blocks, random, sampling
+from ..core.checks import check_whole
+from ..core.needs import Needs
+from ..core.protocol import Conditioned, Forward, ForwardOutput, Knob, Strategy, TokenStats, knob
+from ..core.state import ACTIVE, NO_TOKEN, TO_CACHE, Carry, DecodeState, Sampling
+from . import canvas
 
 ENCODER, DECODER = 0, 1  # modes of the model
 _DRAWS, _FRESH, _RENEWED = 0, 1, 2  # salts

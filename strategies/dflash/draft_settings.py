@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .checks import check_one_of, is_whole, short_repr
+from ..core.checks import check_one_of, is_whole, short_repr
 
 
 def check_widths(strategy: Any, num_blocks: int) -> tuple[int, ...]:

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from . import random
-from .forward import Forward, ForwardOutput
-from .state import NO_TOKEN, DecodeState
+from ..core import random
+from ..core.forward import Forward, ForwardOutput
+from ..core.state import NO_TOKEN, DecodeState
 
 DRAFTS, CHANCES = 1, 2  # further draws of a position; the text is drawn with 0
 

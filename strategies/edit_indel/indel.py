@@ -10,8 +10,8 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from . import sampling
-from .forward import TokenStats
+from ..core import sampling
+from ..core.forward import TokenStats
 
 HOLE, NOTHING = -2, -3  # no ids; NO_TOKEN, of a readout that is not finite, is a third
 

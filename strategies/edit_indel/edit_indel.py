@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool
 
-from .core import block_rewrite, blocks, indel, random, sampling
-from .core.checks import check_whole
-from .core.needs import Needs
-from .core.protocol import Knob, Strategy, TokenStats, knob
-from .core.state import ACTIVE, Carry, DecodeState
+from ..core import block_rewrite, blocks, random, sampling
+from ..core.checks import check_whole
+from ..core.needs import Needs
+from ..core.protocol import Knob, Strategy, TokenStats, knob
+from ..core.state import ACTIVE, Carry, DecodeState
+from . import indel
 
 _MOST_STEPS = 1000  # a block's written texts are kept, one a forward
 _ESCAPES = 5

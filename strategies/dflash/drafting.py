@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from . import blocks, random
-from .forward import ForwardOutput
-from .state import RUNNING, DecodeState
+from ..core import blocks, random
+from ..core.forward import ForwardOutput
+from ..core.state import RUNNING, DecodeState
 
 ROUNDS, PROPOSED, ACCEPTED = "draft_rounds", "drafts_proposed", "drafts_accepted"
 CHANCE, IDLE = "draft_chance", "draft_idle"

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from .forward import Forward, ForwardOutput
-from .state import RUNNING, TO_CACHE, DecodeState
+from ..core.forward import Forward, ForwardOutput
+from ..core.state import RUNNING, TO_CACHE, DecodeState
 
 Modes = tuple[int, int]  # of a block in work, of a final one
 

@@ -1,0 +1,5 @@
+"""`edit_indel`, and what it alone uses."""
+
+from .edit_indel import STRATEGY, EditIndel
+
+__all__ = ["STRATEGY", "EditIndel"]
