@@ -1,6 +1,6 @@
 """`dllm-jax replay PATH`: a text of a snapshot again, forward by forward.
 
-Data flow: snapshot -> model -> an engine with that one text (`snapshot.resume`) ->
+Data flow: snapshot -> model -> an engine with that one text (`resume`) ->
 `engine.follow` -> a line, a frame or a JSON object a forward, then the text.
 """
 
@@ -58,6 +58,7 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
         raise UsageError("--watch and --json are two forms of output; give one")
 
     from dllm_jax.api import snapshot as snapshots
+    from dllm_jax.api.resume import resume
     from dllm_jax.cli.engine import follow
     from dllm_jax.cli.sources import load_model
 
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     args.quantize_head = bool(snapshot.model.get("quantized_head"))
     args.tokenizer = None  # a snapshot keeps ids, and does not name another's tokenizer
     model = load_model(args)
-    engine, request_id = snapshots.resume(
+    engine, request_id = resume(
         snapshot, args.sample, model, args.attention_implementation, args.draft, args.strategy
     )
     steps = _Steps(args, model, engine, request_id, snapshot.texts[args.sample])

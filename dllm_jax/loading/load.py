@@ -5,29 +5,23 @@ merged in -> weights on the device, leaf by leaf. `checkpoints_convert` reads th
 """
 
 import dataclasses
-import math
 import os
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
-from jax.tree_util import GetAttrKey
-from jaxtyping import Array, Int
 
 from dllm_jax.convert import tokenizer_files
-from dllm_jax.convert.scaled import Scaled
 from dllm_jax.loading import checkpoints
 from dllm_jax.loading.jax_settings import enable_async_dispatch
+from dllm_jax.loading.leaves import one_by_one, random_leaf
 from dllm_jax.loading.model import Model, TokenizerSource
 from dllm_jax.loading.sources import LoadError, find_adapter, find_folder, find_tokenizer, join
 from dllm_jax.models import kv_cache
 from dllm_jax.models.architecture import arch_of
-from dllm_jax.models.dense import INIT_STD, is_norm
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.family_table import Family
 from dllm_jax.models.head import Unembed
@@ -36,9 +30,7 @@ from dllm_jax.models.published import PUBLISHED
 from dllm_jax.models.quantization import (
     QUANTIZATIONS,
     Quantization,
-    as_stored,
     quantized,
-    stored_width,
     trimmed,
     unsupported,
     with_quantized_head,
@@ -48,7 +40,6 @@ from dllm_jax.strategies.core.checks import short_repr
 from dllm_jax.strategies.core.resolve import load_object
 
 _DTYPES = ("auto", "bfloat16", "float32", "float16")
-_DRAW = 1 << 26  # elements of a random leaf drawn at a time
 
 
 def load(
@@ -231,7 +222,7 @@ def _from_folder(
         tokenizer_source=tokenizer,
     )
     model = _spelt(model, other_tokenizer)
-    keep, cut = _one_by_one(config, is_small, split), split and split.rows
+    keep, cut = one_by_one(config, is_small, split), split and split.rows
     if split is not None:
         _require_shareable(model)
     # A CPU has nothing to overlap, and would compile a program for each shape.
@@ -250,78 +241,6 @@ def _from_folder(
     for note in (*report.notes, *further):
         warnings.warn(f"{source}: {note}", stacklevel=3)
     return model.replace(params=params, split=split)
-
-
-def _one_by_one(
-    config: Any, is_small: Callable[[Any], bool], split: Split | None
-) -> Callable[..., Any]:
-    """Puts leaves on their devices; while one is copied there, the next is read."""
-    under_way: list[Any] = []
-
-    def settled(read: Any) -> Any:
-        """What was read, a whole leaf or rows of one, when the leaf before it is there."""
-        if not isinstance(read, np.ndarray):  # `map` lets go of rows before the next are read
-            return map(settled, read)
-        jax.block_until_ready(under_way)  # before another takes memory in 16 bits
-        under_way.clear()
-        return read
-
-    def put(path: tuple[Any, ...], leaf: Any) -> jax.Array:
-        if split is None:
-            return _put(leaf)
-        is_whole = isinstance(leaf, np.ndarray)
-        return split.put(path, leaf, config) if is_whole else split.put_rows(path, leaf)
-
-    def keep(path: tuple[Any, ...], leaf: Any) -> Any:
-        if isinstance(leaf, Scaled):
-            leaf = dataclasses.replace(leaf, values=settled(leaf.values))
-            placed = _put_stored(path, leaf, config, split)
-        else:
-            placed = put(path, settled(leaf))
-            placed = quantized(path, placed, split) if is_small(path) else placed
-        under_way.append(placed)
-        return placed
-
-    return keep
-
-
-def _put(leaf: np.ndarray) -> jax.Array:
-    """An array of the host on the default device, which brings its axes in order."""
-    # On a CPU device_put would alias the host buffer, so copy it. `jnp.array` would compile a
-    # program for every shape.
-    if jax.default_backend() == "cpu":
-        leaf = np.array(leaf)
-    order = sorted(range(leaf.ndim), key=lambda axis: -leaf.strides[axis])
-    there = jax.device_put(leaf.transpose(order))
-    is_ordered = order == sorted(order)
-    return there if is_ordered else _turned(there, tuple(np.argsort(order).tolist()))
-
-
-@partial(jax.jit, static_argnames="axes")
-def _turned(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    return x.transpose(axes)
-
-
-def _put_stored(path: tuple[Any, ...], leaf: Scaled, config: Any, split: Split | None) -> Any:
-    """A leaf that is stored in 8 bits, on the device or on those of a split."""
-    name, depth = getattr(path[-1], "key", path[-1]), leaf.form.depth
-    fill = partial(_filled, width=stored_width(name, depth, split))
-    if split is None:
-        values, scales = _put(fill(leaf.values)), _put(leaf.scales)
-    else:
-        of_values, of_scales = ((*path, GetAttrKey(part)) for part in ("values", "scales"))
-        scales = split.put(of_scales, leaf.scales, config)
-        if isinstance(leaf.values, np.ndarray):
-            values = split.put(of_values, fill(leaf.values), config)
-        else:
-            values = split.put_rows(of_values, map(fill, leaf.values))
-    return as_stored(name, values, scales, depth, split)
-
-
-def _filled(rows: np.ndarray, width: int) -> np.ndarray:
-    """Rows with zeros behind them."""
-    missing = width - rows.shape[-1]
-    return np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, missing)]) if missing else rows
 
 
 def place(model: Model, split: Split) -> Model:
@@ -412,7 +331,7 @@ def _random(
     leaves, tree = jax.tree.flatten_with_path(shapes)
 
     def drawn(index: int, path: tuple[Any, ...], leaf: Any) -> Any:
-        drawn = _random_leaf(index, path, leaf)
+        drawn = random_leaf(index, path, leaf)
         placed = drawn
         if split is not None:
             placed = jax.block_until_ready(split.put(path, drawn, parsed.config))
@@ -420,34 +339,3 @@ def _random(
 
     params = jax.tree.unflatten(tree, [drawn(i, *leaf) for i, leaf in enumerate(leaves)])
     return model.replace(params=params, split=split)
-
-
-def _random_leaf(index: int, path: tuple[Any, ...], leaf: Any) -> jax.Array:
-    """One leaf, finished before the next begins, to bound memory; norms are ones.
-
-    Only drawn shapes need a compiled program.
-    """
-    if is_norm(path):
-        return jax.device_put(np.ones(leaf.shape, leaf.dtype))
-    return jax.block_until_ready(_draw(np.int32(index), leaf.shape, leaf.dtype))
-
-
-@partial(jax.jit, static_argnames=("shape", "dtype"))
-def _draw(index: Int[Array, ""], shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Normal numbers, in parts of the first axis to bound the memory of bits and float32 values."""
-    # rbg compiles and draws many times faster than threefry.
-    key = jax.random.fold_in(jax.random.key(0, impl="rbg"), index)
-    parts = next(n for n in range(1, shape[0] + 1) if _is_enough(n, shape))
-
-    def part(key: jax.Array) -> jax.Array:
-        some = jax.random.normal(key, (shape[0] // parts, *shape[1:]))
-        return (INIT_STD * some).astype(dtype)
-
-    if parts == 1:
-        return part(key)
-    return jax.lax.map(part, jax.random.split(key, parts)).reshape(shape)
-
-
-def _is_enough(parts: int, shape: tuple[int, ...]) -> bool:
-    """Whether `parts` divides the first axis and each part is small, or a single row."""
-    return shape[0] % parts == 0 and (math.prod(shape) // parts <= _DRAW or parts == shape[0])

@@ -15,6 +15,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.api import snapshot
+from dllm_jax.api.resume import resume
 from dllm_jax.cli import main
 from dllm_jax.engine.layout import DeviceFailure
 from dllm_jax.engine.requests import SamplingParams
@@ -123,7 +124,7 @@ def test_replay_prints_a_line_a_forward_and_stops_after_steps(model, killed, cap
 def test_replay_that_fails_again_ends_as_the_first_time(model, killed, monkeypatch):
     """Item 13."""
     path, _, _ = killed
-    engine, request_id = snapshot.resume(snapshot.load_snapshot(path), 0, model)
+    engine, request_id = resume(snapshot.load_snapshot(path), 0, model)
 
     def failing(chunk):
         raise DeviceFailure("RESOURCE_EXHAUSTED")
@@ -139,10 +140,10 @@ def test_text_of_weights_in_16_bits_is_not_resumed_in_8(killed, random_folder):
     found = snapshot.load_snapshot(killed[0])
     small = dj.load(random_folder, quantization="fp8")
     with pytest.raises(snapshot.SnapshotError, match="it differs in its quantization"):
-        snapshot.resume(found, 0, small)
+        resume(found, 0, small)
     assert found.model.pop("quantization") is None  # as older versions wrote it
     with pytest.raises(snapshot.SnapshotError, match="it differs in its quantization"):
-        snapshot.resume(found, 0, small)
+        resume(found, 0, small)
 
 
 def test_text_that_never_decoded_is_run_from_its_prompt(model, tmp_path, capsys, monkeypatch):
@@ -293,7 +294,7 @@ def test_a6_a_hostile_value_anywhere_is_one_line(model, killed, tmp_path):
             shutil.copytree(killed[0], folder)
             (folder / "snapshot.json").write_text(json.dumps(changed))
             try:
-                snapshot.resume(snapshot.load_snapshot(folder), 0, model)
+                resume(snapshot.load_snapshot(folder), 0, model)
             except ValueError as error:
                 said.append(str(error))
     assert len(said) > 50
@@ -320,7 +321,7 @@ def test_a6_a_hostile_value_anywhere_is_one_line(model, killed, tmp_path):
 def test_a6_a_hostile_field_is_named(model, killed, tmp_path, change, named):
     folder = damage(killed[0], tmp_path, lambda layout, _: change(layout))
     with pytest.raises(ValueError) as raised:  # noqa: PT011  (the parameter is its text)
-        snapshot.resume(snapshot.load_snapshot(folder), 0, model)
+        resume(snapshot.load_snapshot(folder), 0, model)
     assert named in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -329,7 +330,7 @@ def test_a6_a_text_that_is_not_there(model, killed):
     found = snapshot.load_snapshot(killed[0])
     for which in (-1, 2):
         with pytest.raises(snapshot.SnapshotError, match="holds 2 texts"):
-            snapshot.resume(found, which, model)
+            resume(found, which, model)
 
 
 def test_a5_nobody_else_may_read_a_snapshot(killed):

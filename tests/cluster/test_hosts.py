@@ -28,6 +28,7 @@ from dllm_jax.api import snapshot as snapshots
 from dllm_jax.api.decide import log_probabilities
 from dllm_jax.api.questions import Question, Read
 from dllm_jax.cluster import hosts
+from dllm_jax.api.resume import resume
 from dllm_jax.engine.layout import DeviceFailure
 from dllm_jax.engine.requests import Request
 from dllm_jax.runner.grammars import ready
@@ -146,7 +147,7 @@ def _assert_replayed(folder: Path, wanted: list[int]) -> None:
     (text,) = snapshot.texts
     assert text.slot is not None
     assert 0 < len(text.tokens) < len(wanted)
-    engine, request_id = snapshots.resume(snapshot, 0, models.plain())
+    engine, request_id = resume(snapshot, 0, models.plain())
     outputs = []
     while engine.has_work:
         outputs += [output for output in engine.step() if output.request_id == request_id]

@@ -20,9 +20,9 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.convert import ConversionError, convert, export_hf
-from dllm_jax.loading import checkpoints
-from dllm_jax.loading import load as loading
-from dllm_jax.loading.load import LoadError, _draw, load
+from dllm_jax.loading import checkpoints, leaves
+from dllm_jax.loading.leaves import _draw
+from dllm_jax.loading.load import LoadError, load
 from dllm_jax.models.architecture import DENSE, MOE
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.moe import MoEConfig
@@ -117,7 +117,7 @@ def test_another_tokenizer_spells_the_ids(folder, small_published, tmp_path, mon
     assert model.defaults.vocab_limit == usual.defaults.vocab_limit
     # Before weights are read or drawn, which may take minutes.
     monkeypatch.setattr(checkpoints, "load_params", lambda *_, **__: pytest.fail("read"))
-    monkeypatch.setattr("dllm_jax.loading.load._random_leaf", lambda *_: pytest.fail("drawn"))
+    monkeypatch.setattr("dllm_jax.loading.load.random_leaf", lambda *_: pytest.fail("drawn"))
     for source in (folder, small_published):
         with pytest.raises(ValueError, match=r"has id \d+, .* has ids below \d+"):
             dj.load(source, tokenizer="builtin:tiny-sdar")
@@ -310,7 +310,7 @@ def test_a_leaf_read_as_it_is_stored_has_its_axes_in_order_on_the_device(folder,
 
 
 def test_a_leaf_is_on_the_device_before_the_next_is_put_there(folder, monkeypatch):
-    events, put, wait = [], loading._put, jax.block_until_ready
+    events, put, wait = [], leaves._put, jax.block_until_ready
 
     def waited(given):
         events.extend(("there", id(leaf)) for leaf in given)
@@ -321,7 +321,7 @@ def test_a_leaf_is_on_the_device_before_the_next_is_put_there(folder, monkeypatc
         events.append(("put", id(there)))
         return there
 
-    monkeypatch.setattr(loading, "_put", putting)
+    monkeypatch.setattr(leaves, "_put", putting)
     monkeypatch.setattr(jax, "block_until_ready", waited)
     model = load(folder)
     names, ids = zip(*events, strict=True)
@@ -355,7 +355,7 @@ def test_only_norms_are_ones_and_float32_stays(monkeypatch, small_published):
 
 @pytest.mark.versions
 def test_a_large_leaf_is_drawn_in_parts(monkeypatch):
-    monkeypatch.setattr("dllm_jax.loading.load._DRAW", 1000)
+    monkeypatch.setattr("dllm_jax.loading.leaves._DRAW", 1000)
     for shape in ((30, 20, 10), (7, 3000), (1, 5000)):  # 6 parts, a row each, no way to cut
         leaf = _draw(np.int32(3), shape, jnp.dtype("bfloat16"))
         assert (leaf.shape, leaf.dtype) == (shape, jnp.bfloat16)

@@ -17,6 +17,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax.api import snapshot
 from dllm_jax.compile import warmup
+from dllm_jax.api.resume import resume
 from dllm_jax.engine.layout import DeviceFailure
 from dllm_jax.runner import buckets
 from dllm_jax.runner.runner import ModelRunner
@@ -102,7 +103,7 @@ def test_a_request_resumes_from_a_snapshot_within_a_canvas(tmp_path, monkeypatch
     (text,) = snapshot.load_snapshot(path).texts
     steps = [len(texts) for texts in case(NAME).truth(request=FOLDED).log]
     assert text.nfe not in (0, *np.cumsum(steps)), "it failed between two canvases"
-    engine, request_id = snapshot.resume(snapshot.load_snapshot(path), 0, llm.model)
+    engine, request_id = resume(snapshot.load_snapshot(path), 0, llm.model)
     output = toy.finish(engine)[request_id]
     assert end_of(output) == toy.wanted(NAME, REQUEST)
 

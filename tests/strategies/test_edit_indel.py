@@ -18,6 +18,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import strategies
 from dllm_jax.api import snapshot
+from dllm_jax.api.resume import resume
 from dllm_jax.engine.layout import DeviceFailure
 from dllm_jax.strategies.testing.script import Trace, run_script
 from dllm_jax.trace import replay, trajectory
@@ -358,7 +359,7 @@ def test_events_recordings_and_snapshots_show_text_that_moves(
     (path,) = tmp_path.iterdir()
     saved = snapshot.load_snapshot(path)
     assert snapshot.saved_strategy(saved) == strategy
-    engine, _ = snapshot.resume(saved, 0, gate.model)
+    engine, _ = resume(saved, 0, gate.model)
     outputs = [output for _ in iter(lambda: engine.has_work, False) for output in engine.step()]
     assert outputs[-1].outputs[0].token_ids == truth.tokens
 
