@@ -47,7 +47,7 @@ from strategies_gpu import read_program
 
 import dllm_jax as dj
 from dllm_jax.api import generate
-from dllm_jax.api.strategy import with_target
+from dllm_jax.api.drafts import with_target
 from dllm_jax.bench.numbers import environment
 from dllm_jax.bench.roofline import floor_ms
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention

@@ -18,7 +18,8 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from dllm_jax.api.strategy import Bound, Source, bind_strategy, check_number
+from dllm_jax.api.drafts import Bound, Source
+from dllm_jax.api.strategy import bind_strategy, check_number
 from dllm_jax.engine.checks import short_repr, token_ids
 from dllm_jax.engine.rules import NUMBERS, Range, check_ids
 from dllm_jax.loading.load import load, with_kv_cache

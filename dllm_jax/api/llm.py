@@ -21,6 +21,7 @@ from dllm_jax.api.arguments import (
 )
 from dllm_jax.api.calls import Turns
 from dllm_jax.api.constraints import ConstraintReport, Constraints
+from dllm_jax.api.drafts import Source
 from dllm_jax.api.prompts import (
     Prompt,
     each_conversation,
@@ -33,7 +34,7 @@ from dllm_jax.api.prompts import (
 )
 from dllm_jax.api.questions import Answer, Question
 from dllm_jax.api.snapshot import snapshot_saver
-from dllm_jax.api.strategy import Source, bind_strategy, default_params
+from dllm_jax.api.strategy import bind_strategy, default_params
 from dllm_jax.compile.start import start
 from dllm_jax.engine import checks
 from dllm_jax.engine.inbox import SharedEngine, TextEvents

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from dllm_jax.api.drafts import bind_draft
 from dllm_jax.api.snapshot import (
     SavedText,
     Snapshot,
@@ -14,7 +15,7 @@ from dllm_jax.api.snapshot import (
     said,
     saved_strategy,
 )
-from dllm_jax.api.strategy import bind_draft, check_fit
+from dllm_jax.api.strategy import check_fit
 from dllm_jax.engine.checks import short_repr
 from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import Placement

@@ -234,8 +234,8 @@ def _check_room(args: argparse.Namespace, model: Any, inputs: Any, outputs: Any)
 
 def _engine(args: argparse.Namespace, model: Any, strategy: Any, batches: list[list[Any]]) -> Any:
     """A warm engine for the work."""
+    from dllm_jax.api.drafts import bind_draft
     from dllm_jax.api.llm import LLM
-    from dllm_jax.api.strategy import bind_draft
     from dllm_jax.engine.layout import EngineConfig
 
     bound = bind_draft(strategy, args.draft, model)  # the drafter sets the size of the window

@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _draft(args: argparse.Namespace, model: Any) -> Any:
     """The draft beside its target, None without one."""
-    from dllm_jax.api.strategy import bind_draft
+    from dllm_jax.api.drafts import bind_draft
     from dllm_jax.strategies import DFlash
 
     if args.draft is None:

@@ -53,8 +53,8 @@ def make_llm(
     Raises:
         ValueError: Sizes that do not fit the model, or each other.
     """
+    from dllm_jax.api.drafts import bind_draft
     from dllm_jax.api.llm import LLM
-    from dllm_jax.api.strategy import bind_draft
 
     bound = bind_draft(strategy, args.draft, model)  # the drafter sets the size of the window
     strategy = bound.strategy

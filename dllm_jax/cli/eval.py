@@ -281,7 +281,7 @@ def _settings(args: argparse.Namespace, model: Any, choices: list[Any]) -> dict[
     Raises:
         ValueError: Some strategy needs a draft and none is given, or none needs the one given.
     """
-    from dllm_jax.api.strategy import bind_draft
+    from dllm_jax.api.drafts import bind_draft
     from dllm_jax.tasks.evaluate import one_token
 
     settings: dict[str, Any] = {}

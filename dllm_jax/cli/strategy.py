@@ -145,12 +145,8 @@ def resolve(
     Raises:
         UsageError: Unknown field, a value of another type, or one out of range.
     """
-    from dllm_jax.api.strategy import (
-        family_strategy,
-        refuse_draft,
-        resolve_strategy,
-        usual_strategy,
-    )
+    from dllm_jax.api.drafts import refuse_draft
+    from dllm_jax.api.strategy import family_strategy, resolve_strategy, usual_strategy
     from dllm_jax.strategies import load_strategy
 
     refuse_draft(model)

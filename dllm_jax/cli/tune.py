@@ -118,7 +118,7 @@ def _racers(args: argparse.Namespace, model: Any, choices: list[Any]) -> dict[st
 
     The reference is the first.
     """
-    from dllm_jax.api.strategy import bind_draft
+    from dllm_jax.api.drafts import bind_draft
     from dllm_jax.tasks.evaluate import one_token
 
     bound_to: dict[str, Any] = {}
@@ -144,6 +144,16 @@ def _racers(args: argparse.Namespace, model: Any, choices: list[Any]) -> dict[st
     return found
 
 
+def _apart(count: int) -> int:
+    """Problems that the race does not see, to check its winner on."""
+    if count < 5:
+        raise UsageError(
+            f"{count} problems are too few to race on and check the winner; give 5 or more, "
+            "better hundreds"
+        )
+    return count // 5
+
+
 def _race(
     args: argparse.Namespace,
     model: Any,
@@ -156,17 +166,12 @@ def _race(
     from tqdm import tqdm
 
     from dllm_jax.tasks import evaluate
-    from dllm_jax.tasks.race import FIRST, Played, aup, race
+    from dllm_jax.tasks.race import FIRST, Played, race
 
     labels, rows = list(racers), list(racers.values())
     prompts = of.prompts or evaluate.encode(model, of.problems)
-    apart = len(of.problems) // 5
+    apart = _apart(len(of.problems))
     count = len(of.problems) - apart
-    if count < 2 or not apart:
-        raise UsageError(
-            f"{len(of.problems)} problems are too few to race on and check the winner; give 5 or "
-            "more, better hundreds"
-        )
     bar, began = tqdm(desc=f"{name}, texts", leave=False, disable=None), time.perf_counter()
 
     def play(chosen: Any, where: Any) -> Any:
@@ -216,12 +221,27 @@ def _race(
             first=min(FIRST, count),
         )
         again = play(sorted({0, result.winner}), range(count, len(of.problems)))
-    checked = {
-        "problems": apart,
-        "accuracy": float(again.right[-1].mean()),
-        "reference_accuracy": float(again.right[0].mean()),
-        "tokens_per_forward": float(again.tokens[-1].sum() / again.forwards[-1].sum()),
+    return {
+        **facts_of(args, model),
+        "set": name,
+        "margin_points": args.margin,
+        **_found(labels, rows, result, args.y_max),
+        "check": {
+            "problems": apart,
+            "accuracy": float(again.right[-1].mean()),
+            "reference_accuracy": float(again.right[0].mean()),
+            "tokens_per_forward": float(again.tokens[-1].sum() / again.forwards[-1].sum()),
+        },
     }
+
+
+def _found(labels: list[str], rows: list[Any], result: Any, y_max: float | None) -> dict[str, Any]:
+    """What a race found, of each setting and of the winner."""
+    import numpy as np
+
+    from dllm_jax.tasks import evaluate
+    from dllm_jax.tasks.race import aup
+
     settings = {}
     for label, entry in zip(labels, result.entries, strict=True):
         right = np.arange(entry.problems) < round(entry.accuracy * entry.problems)
@@ -239,9 +259,6 @@ def _race(
     best = max(y for _, y in points)
     _, _, spec, fields, setting = rows[result.winner]
     return {
-        **facts_of(args, model),
-        "set": name,
-        "margin_points": args.margin,
         "reference": labels[0],
         "settings": settings,
         "winner": labels[result.winner],
@@ -253,8 +270,7 @@ def _race(
         "problems_seen": result.problems,
         "forwards": result.forwards,
         "full_grid_forwards": result.grid_forwards,
-        "check": checked,
-        "aup": aup(points, args.y_max or best) if best > 0 else None,
+        "aup": aup(points, y_max or best) if best > 0 else None,
     }
 
 

@@ -90,7 +90,7 @@ def embed(params: Any, cfg: DFlashConfig, ids: Int[Array, "..."]) -> Float[Array
     if "embed" not in params:
         raise ValueError(
             "a drafter has no embedding of its own; give it as draft= beside the target it was "
-            "trained for, or join them with dllm_jax.api.strategy.with_target"
+            "trained for, or join them with dllm_jax.api.drafts.with_target"
         )
     rows = dense.embed(params, cfg, ids)
     return rows if cfg.embedding_scale == 1.0 else rows * cfg.embedding_scale
@@ -146,7 +146,7 @@ def context_weights(params: Any) -> Float[Array, "D L G 2 H"]:
     """What makes keys and values of all layers of one row: one product instead of one a layer.
 
     They stand within each layer's `wqkv`, of which XLA would cut and write them anew in every pass
-    on a GPU; so they are kept beside it while decoding (`dllm_jax.api.strategy.with_target`).
+    on a GPU; so they are kept beside it while decoding (`dllm_jax.api.drafts.with_target`).
     """
     return jnp.stack([layer["wqkv"][:, :, -2:] for layer in params["layers"]], axis=1)
 

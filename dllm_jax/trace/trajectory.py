@@ -17,7 +17,8 @@ import jax
 import numpy as np
 
 from dllm_jax.api import generate
-from dllm_jax.api.strategy import bind_draft, resolve_strategy
+from dllm_jax.api.drafts import bind_draft
+from dllm_jax.api.strategy import resolve_strategy
 from dllm_jax.loading.load import load
 from dllm_jax.loading.model import Model
 from dllm_jax.loading.tokenizer import encode

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.api.strategy import bind_draft
+from dllm_jax.api.drafts import bind_draft
 from dllm_jax.cli import main
 from dllm_jax.strategies import AR, DFlash
 from dllm_jax.strategies.core.needs import Needs

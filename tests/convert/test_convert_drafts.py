@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import dllm_jax as dj
-from dllm_jax.api.strategy import bind_draft, check_draft, with_target
+from dllm_jax.api.drafts import bind_draft, check_draft, with_target
 from dllm_jax.cli import main
 from dllm_jax.convert import ConversionError, convert, export_hf, inspect, load_params
 from dllm_jax.models.families import ConfigError, config_json, parse_config

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dllm_jax as dj
-from dllm_jax.api.strategy import with_target
+from dllm_jax.api.drafts import with_target
 from dllm_jax.models import dense, dflash, reference
 from dllm_jax.runner import decode
 from dllm_jax.runner.forward import ModelForward

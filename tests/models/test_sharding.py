@@ -20,7 +20,8 @@ import safetensors.numpy
 from jax.sharding import Mesh, PartitionSpec
 
 import dllm_jax as dj
-from dllm_jax.api.strategy import bind_strategy, with_target
+from dllm_jax.api.drafts import with_target
+from dllm_jax.api.strategy import bind_strategy
 from dllm_jax.convert import copying
 from dllm_jax.kernels.layer import fp8
 from dllm_jax.loading import checkpoints

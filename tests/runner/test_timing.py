@@ -18,7 +18,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.api import generate
-from dllm_jax.api.strategy import with_target
+from dllm_jax.api.drafts import with_target
 from dllm_jax.loading.model import Model
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import parse_config

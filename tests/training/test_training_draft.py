@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.api.strategy import with_target
+from dllm_jax.api.drafts import with_target
 from dllm_jax.models.dflash import DFlashConfig
 from dllm_jax.models.quantization import with_quantized_head
 from dllm_jax.training import dflash, draft_objective
