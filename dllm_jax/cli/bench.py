@@ -13,7 +13,7 @@ from typing import Any
 from dllm_jax.cli import bench_serve, bench_step, flags
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError
-from dllm_jax.cli.eval import check_output
+from dllm_jax.cli.files import check_output
 from dllm_jax.cli.flags import Group, flag, number, whole
 from dllm_jax.cli.interrupt import ALL, Interrupt
 from dllm_jax.cli.prompts import read_prompts

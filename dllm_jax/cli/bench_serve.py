@@ -16,7 +16,7 @@ from typing import Any
 
 from dllm_jax.cli import flags
 from dllm_jax.cli.errors import UsageError
-from dllm_jax.cli.eval import check_output
+from dllm_jax.cli.files import check_output
 from dllm_jax.cli.flags import Group, flag, number, whole
 from dllm_jax.cli.prompts import read_file
 

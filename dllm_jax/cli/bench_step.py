@@ -10,7 +10,7 @@ from typing import Any
 
 from dllm_jax.cli import flags
 from dllm_jax.cli.errors import UsageError
-from dllm_jax.cli.eval import check_output
+from dllm_jax.cli.files import check_output
 from dllm_jax.cli.flags import Group, flag, whole
 
 SUMMARY = "one decode step of given shapes beside its floor, and the kernels it consists of"

@@ -12,19 +12,11 @@ from typing import Any
 from dllm_jax.cli import flags, grid
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError
-from dllm_jax.cli.eval import (
-    AS_JSON,
-    ONE_TOKEN,
-    OUTPUT,
-    PLOT,
-    check_output,
-    check_plot,
-    facts_of,
-    load_with_problems,
-    problem_flags,
-)
+from dllm_jax.cli.eval import AS_JSON, ONE_TOKEN, OUTPUT, PLOT, facts_of
+from dllm_jax.cli.files import check_output, check_plot
 from dllm_jax.cli.flags import Group, flag, number, whole
 from dllm_jax.cli.interrupt import ALL, Interrupt
+from dllm_jax.cli.problems import load_with_problems, problem_flags
 from dllm_jax.cli.stored import Stored
 
 PROBLEMS = 1024  # of a built-in half

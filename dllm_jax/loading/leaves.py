@@ -31,7 +31,7 @@ def one_by_one(
     under_way: list[Any] = []
 
     def settled(read: Any) -> Any:
-        """What was read, a whole leaf or rows of one, when the leaf before it is there."""
+        """What was read, a whole leaf or rows of one, once the last leaf is on its devices."""
         if not isinstance(read, np.ndarray):  # `map` lets go of rows before the next are read
             return map(settled, read)
         jax.block_until_ready(under_way)  # before another takes memory in 16 bits
@@ -91,7 +91,7 @@ def _put_stored(path: tuple[Any, ...], leaf: Scaled, config: Any, split: Split |
 
 
 def _filled(rows: np.ndarray, width: int) -> np.ndarray:
-    """Rows with zeros behind them."""
+    """Rows padded with zeros to a width."""
     missing = width - rows.shape[-1]
     return np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, missing)]) if missing else rows
 

@@ -27,8 +27,8 @@ import dllm_jax as dj
 from dllm_jax.api import snapshot as snapshots
 from dllm_jax.api.decide import log_probabilities
 from dllm_jax.api.questions import Question, Read
-from dllm_jax.cluster import hosts
 from dllm_jax.api.resume import resume
+from dllm_jax.cluster import hosts
 from dllm_jax.engine.layout import DeviceFailure
 from dllm_jax.engine.requests import Request
 from dllm_jax.runner.grammars import ready

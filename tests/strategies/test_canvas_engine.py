@@ -16,8 +16,8 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.api import snapshot
-from dllm_jax.compile import warmup
 from dllm_jax.api.resume import resume
+from dllm_jax.compile import warmup
 from dllm_jax.engine.layout import DeviceFailure
 from dllm_jax.runner import buckets
 from dllm_jax.runner.runner import ModelRunner
