@@ -18,10 +18,11 @@ from dllm_jax.cli.flags import Group, flag, whole
 from dllm_jax.cli.interrupt import Interrupt
 
 if TYPE_CHECKING:
-    from dllm_jax.serve.child import Served
+    from dllm_jax.serve.child import Served, Start
     from dllm_jax.serve.service import Config
 
 KEY_VARIABLE = "DLLM_API_KEY"
+BAD_USAGE = 2
 _HOSTS_GRACE_S = 10.0  # to let the other hosts end too
 _LOG_FORMATS = ("text", "json", "none")
 _EXTRA = "in the clone, pip install -e '.[server]'"
@@ -83,7 +84,20 @@ OF_FRONT = (
             flags.seconds,
             30.0,
         ),
-        flag("--log-format", "of the line a request", _LOG_FORMATS, "text"),
+        flag(
+            "--log-format", "of every line; none: warnings and errors alone", _LOG_FORMATS, "text"
+        ),
+        flag(
+            "--log-stats-every S",
+            "seconds between two lines of throughput, while there is work; 0: none",
+            flags.seconds,
+            0.0,
+        ),
+        flag(
+            "--otlp-traces-endpoint URL",
+            "where a span of each request is sent, as http://127.0.0.1:4318/v1/traces; needs the "
+            "extra otel (default: nowhere)",
+        ),
     ),
     Group(
         "limits",
@@ -159,6 +173,18 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     _check_nodes(args)
     if args.node_rank:
         return _follow(args)
+    try:
+        return _serve(args)
+    except UsageError as error:
+        if args.log_format != "json" or args.debug:
+            raise
+        from dllm_jax.serve.logs import Log
+
+        Log("json").line("error", "error", said=one_line(error))
+        return BAD_USAGE
+
+
+def _serve(args: argparse.Namespace) -> int:
     config = config_of(args)
     from dllm_jax.serve.server import bind
     from dllm_jax.serve.server import run as serve
@@ -221,6 +247,8 @@ def config_of(args: argparse.Namespace) -> "Config":
             raise
         raise UsageError(f"serve needs the package {error.name}; {_EXTRA}") from error
     _name_model(args)
+    if args.otlp_traces_endpoint is not None:
+        _check_otel(args.otlp_traces_endpoint)
     keys = _keys(args)
     if "*" in args.allowed_origin and keys:
         raise UsageError("--allowed-origin * with a key; name the origins")
@@ -254,8 +282,26 @@ def config_of(args: argparse.Namespace) -> "Config":
         stall_timeout=args.stall_timeout,
         drain_timeout=args.drain_timeout,
         log_format=args.log_format,
+        log_stats_every=args.log_stats_every,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
         limits=limits,
     )
+
+
+def _check_otel(endpoint: str) -> None:
+    if not endpoint.startswith(("http://", "https://")):
+        raise UsageError(
+            f"--otlp-traces-endpoint {endpoint!r} is no address of HTTP; give one as "
+            "http://127.0.0.1:4318/v1/traces"
+        )
+    try:
+        import opentelemetry.exporter.otlp.proto.http
+        import opentelemetry.sdk.trace  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            "--otlp-traces-endpoint needs the extra otel; in the clone, pip install -e "
+            "'.[server,otel]'"
+        ) from error
 
 
 def _keys(args: argparse.Namespace) -> tuple[str, ...]:
@@ -276,7 +322,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for group in OF_ENGINE for name in group.dests}
 
 
-def make_engine(settings: dict[str, Any], progress: Callable[[int, int], None]) -> "Served":
+def make_engine(settings: dict[str, Any], start: "Start") -> "Served":
     """The engine of these flags; called in the engine process.
 
     Raises:
@@ -288,7 +334,7 @@ def make_engine(settings: dict[str, Any], progress: Callable[[int, int], None]) 
     settings["set"] = [(key, value) for key, value in settings["set"]]
     args = argparse.Namespace(**settings)
     try:
-        llm = _make_llm(args, progress)
+        llm = _make_llm(args, start, start.phase)
     except UsageError as error:
         raise UnusableSettings(one_line(error)) from error
     yield_processor()
@@ -332,7 +378,17 @@ def served(llm: Any) -> "Served":
         return None if found is None else Work(*found)
 
     llm.constraints.is_apart = True
-    return Served(llm.engine, facts_of(llm), llm.model.tokenizer, request, read, missing)
+    facts, tokenizer = facts_of(llm), llm.model.tokenizer
+    return Served(llm.engine, facts, tokenizer, request, read, missing, _device_bytes)
+
+
+def _device_bytes() -> list[tuple[int, int]]:
+    """Bytes in use and the limit of each device of this process that counts them."""
+    import jax
+
+    every = [device.memory_stats() or {} for device in jax.local_devices()]
+    names = ("bytes_in_use", "bytes_limit")
+    return [(one[names[0]], one[names[1]]) for one in every if one.keys() >= {*names}]
 
 
 def _join(args: argparse.Namespace) -> None:
@@ -349,7 +405,11 @@ def _join(args: argparse.Namespace) -> None:
         args.tensor_parallel_size = jax.device_count()
 
 
-def _make_llm(args: argparse.Namespace, progress: Callable[[int, int], None]) -> Any:
+def _make_llm(
+    args: argparse.Namespace,
+    progress: Callable[[int, int], None],
+    phase: Callable[..., None] | None = None,
+) -> Any:
     from dllm_jax.api.llm import LLM
     from dllm_jax.cli.engine import SLOTS
     from dllm_jax.cli.sources import load_model
@@ -359,12 +419,16 @@ def _make_llm(args: argparse.Namespace, progress: Callable[[int, int], None]) ->
     if args.nnodes > 1:
         _join(args)
     chosen = strategies.load(args.strategy)
+    began = time.perf_counter()
     model = load_model(args)
+    if phase is not None:
+        phase("load", time.perf_counter() - began, source=model.source)
     if said := note(model):
         print(f"note: {said}", file=sys.stderr, flush=True)
     fields = strategies.given_fields(args)
     strategy = strategies.resolve(model, args.strategy, chosen, fields, args.draft)
-    return LLM(
+    began = time.perf_counter()
+    llm = LLM(
         model,
         strategy,
         draft=args.draft,
@@ -384,3 +448,15 @@ def _make_llm(args: argparse.Namespace, progress: Callable[[int, int], None]) ->
             max_num_batched_tokens=args.max_num_batched_tokens,
         ),
     )
+    if phase is not None:
+        device = llm.engine.runner
+        made_s = time.perf_counter() - began - device.compile_s
+        phase("engine", made_s, memory=str(llm.memory), **_plan(llm.memory))
+        phase("compile", device.compile_s, programs=device.num_compiled)
+    return llm
+
+
+def _plan(memory: Any) -> dict[str, int]:
+    """The figures of a memory plan that the log has."""
+    names = ("limit_bytes", "weights_bytes", "pool_bytes", "temp_bytes", "num_pages", "page_size")
+    return {name: getattr(memory, name) for name in names}

@@ -53,6 +53,7 @@ class Served(NamedTuple):
             texts that cannot be read. In any thread.
         missing: The work that must be done before a request can be queued, whose result is kept;
             None: none.
+        devices: As `Counts.devices`.
     """
 
     engine: Any
@@ -61,10 +62,25 @@ class Served(NamedTuple):
     make_request: Callable[[list[int], list[int] | None, dict[str, Any]], Request]
     read: Callable[[list[Read]], tuple[list[list[list[float]]], int]]
     missing: Callable[[Request], Work | None] = lambda request: None
+    devices: Callable[[], list[tuple[int, int]]] = list
 
 
-# Settings of the launch, and where to tell programs compiled of how many.
-Factory = Callable[[dict[str, Any], Callable[[int, int], None]], Served]
+class Start:
+    """Takes how far the start is: called with the programs compiled, and their number."""
+
+    def __init__(self, outbox: "Outbox"):
+        self._send = outbox.send
+
+    def __call__(self, done: int, of: int) -> None:
+        """So many programs are compiled."""
+        self._send(pipe.Progress(done, of))
+
+    def phase(self, name: str, seconds: float, **fields: Any) -> None:
+        """A part of the start has ended."""
+        self._send(pipe.Phase(name, round(seconds, 2), fields))
+
+
+Factory = Callable[[dict[str, Any], Start], Served]
 
 
 class UnusableSettings(ValueError):
@@ -209,10 +225,13 @@ class Loop:
         self._prompts: dict[int, list[str]] = {}
         self._pieces: dict[int, str] = {}
         self._num_steps = self._num_failed_steps = 0
+        self._devices: list[tuple[int, int]] = []
+        self._looked_s = -_COUNTS_PERIOD_S
 
     def run(self) -> None:
         """Work until the front closes the socket."""
         with self._bell, self._rung:
+            self._outbox.put([], self._counts(self._engine.stats(), []))
             self._run()
 
     def _ring(self) -> None:
@@ -424,10 +443,13 @@ class Loop:
         Args:
             steps: Decode steps of this turn of the loop, and the seconds it took.
         """
-        named = {name: getattr(stats, name) for name in Counts.__struct_fields__ if name != "steps"}
+        names = [name for name in Counts.__struct_fields__ if name not in ("steps", "devices")]
+        named = {name: getattr(stats, name) for name in names}
         named["num_waiting"] += len(self._parked)
         named["num_faults"] = self._faults.count
-        return Counts(**named, steps=steps)
+        if (now := time.monotonic()) - self._looked_s > _COUNTS_PERIOD_S:
+            self._devices, self._looked_s = self._served.devices(), now
+        return Counts(**named, steps=steps, devices=self._devices)
 
     def _piece(self, token: int) -> str:
         text = self._pieces.get(token)
@@ -549,7 +571,7 @@ def main(fd: int, parent: int) -> int:
     try:
         module, _, name = launch.factory.partition(":")
         factory: Factory = getattr(importlib.import_module(module), name)
-        served = factory(launch.settings, lambda done, of: outbox.send(pipe.Progress(done, of)))
+        served = factory(launch.settings, Start(outbox))
         loop = Loop(served, sock, outbox, faults)
         outbox.send(pipe.Ready(served.facts))
         loop.run()

@@ -17,12 +17,15 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
+import msgspec
+
 from dllm_jax.serve import pipe
 from dllm_jax.serve.pipe import Counts, Delta, Facts, Usage
 from dllm_jax.serve.refusals import Refusal
 from dllm_jax.serve.text import TextSide
 
 END_S, KILLED_S = 0.2, 60.0  # for a process to end on request, and after SIGKILL
+_READY = ("family", "strategy", "dtype", "num_slots", "max_model_len", "jax")  # of `Facts`
 LAST_LINES_S = 1.0  # for what it wrote before
 State = Literal["starting", "ready", "draining", "failed"]
 _CHILD = (
@@ -225,6 +228,7 @@ class EngineClient:
         launch: The first message to the process.
         max_restarts: How often a process that was ready is replaced when it ends.
         on_counts: Called with each new `Counts`.
+        tell: Writes a line of the log: an event, its level and fields.
 
     Attributes:
         facts, text: Of the model, once the engine is ready.
@@ -238,8 +242,9 @@ class EngineClient:
         launch: pipe.Launch,
         max_restarts: int = 0,
         on_counts: Callable[[Counts], None] = lambda counts: None,
+        tell: Callable[..., None] = lambda event, level="info", **fields: None,
     ):
-        self._launch, self._on_counts = launch, on_counts
+        self._launch, self._on_counts, self._tell = launch, on_counts, tell
         self._restarts_left = max_restarts
         self._boxes: dict[int, Mailbox] = {}
         self._num_texts = 0  # of the boxes, not ended
@@ -250,7 +255,7 @@ class EngineClient:
         self._unsent: list[bytes] = []
         self._task: asyncio.Task[None] | None = None
         self._lines = _Lines()
-        self._moved_s = 0.0
+        self._moved_s = self._spawned_s = 0.0
         self._is_ready = False
         self.is_draining = False
         self.progress: tuple[int, int] | None = None
@@ -306,7 +311,7 @@ class EngineClient:
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=tells)
         theirs.close()
         os.close(tells)
-        self._is_ready, self.progress = False, None
+        self._is_ready, self.progress, self._spawned_s = False, None, time.monotonic()
         self._lines = _Lines()
         self._task = asyncio.get_running_loop().create_task(self._serve(ours, told))
 
@@ -437,6 +442,13 @@ class EngineClient:
                 if self.text is None:
                     self.text = await asyncio.to_thread(TextSide, message.facts)
                 self.facts, self._is_ready = message.facts, True
+                about = msgspec.to_builtins(message.facts)
+                self._tell(
+                    "ready",
+                    model=message.facts.source,
+                    **{name: about[name] for name in _READY},
+                    seconds=round(time.monotonic() - self._spawned_s, 1),
+                )
         except Exception as error:  # a tokenizer that cannot be read
             failed = pipe.Failed(f"{type(error).__name__}: {error}")
         finally:
@@ -468,6 +480,8 @@ class EngineClient:
                 asked.set_result(message)
         elif isinstance(message, pipe.Progress):
             self.progress = message.done, message.of
+        elif isinstance(message, pipe.Phase):
+            self._tell("start", phase=message.name, seconds=message.seconds, **message.fields)
 
     def _put(self, box: Mailbox, delta: Delta) -> None:
         """Hand a delta over; whatever its reader raises ends this request alone."""
@@ -498,7 +512,7 @@ class EngineClient:
         if restarts:
             self._restarts_left -= 1
             self.num_restarts += 1
-            print(f"engine: {reason}; starting another", file=sys.stderr, flush=True)
+            self._tell("restart", "warning", reason=reason, left=self._restarts_left)
             if await _ended(process, KILLED_S) is not None:  # else it may still hold the device
                 self.start()
                 return

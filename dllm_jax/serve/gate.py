@@ -127,6 +127,8 @@ class Gate:
             line.tokens_per_forward = round(100 * usage.written / max(usage.nfe, 1)) / 100
             line.queue_ms, line.ttfb_ms = _ms(usage.queue_s or 0.0), _ms(usage.ttfb_s or 0.0)
         service.log.request(line)
+        if service.spans is not None:
+            service.spans.ended(line)
 
 
 def _stop_reasons(texts: Sequence[Delta]) -> list[str] | None:

@@ -1,7 +1,11 @@
-"""One line for each finished request: JSON, or the same fields as text. No prompt, no answer."""
+"""Lines of a server, as JSON or as text: one a request, and one an event. No prompt, no answer.
+
+In the form "json" every line of standard error is an object: `Printed` takes what is printed.
+"""
 
 import asyncio
 import functools
+import io
 import random
 import re
 import sys
@@ -16,6 +20,7 @@ import msgspec
 _ENCODER = msgspec.json.Encoder()
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TOGETHER_S = 0.02
+_LEVELS = {"error": "error", "warning": "warning", "note": "info", "engine": "info"}
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -126,6 +131,23 @@ class Log:
             for frame in traceback.extract_tb(error.__traceback__)[-6:]
         ]
         self.line("error", "error", request_id=request_id, type=type(error).__name__, where=where)
+
+
+class Printed(io.TextIOBase):
+    """Standard error as lines of a log: "note: ..." is the event `note`, others are `stderr`."""
+
+    def __init__(self, log: Log):
+        self._log, self._rest = log, ""
+
+    def write(self, text: str) -> int:
+        """Lines, or parts of them."""
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in filter(str.strip, lines):
+            event, _, said = line.partition(": ")
+            if event not in _LEVELS:
+                event, said = "stderr", line
+            self._log.line(event, _LEVELS.get(event, "info"), said=said)
+        return len(text)
 
 
 def _plain(line: Any) -> str:

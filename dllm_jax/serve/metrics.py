@@ -12,11 +12,17 @@ from dllm_jax.serve.pipe import Counts, Facts, Usage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_LENGTHS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
 BUCKETS = {
     "dllm_time_to_first_block_seconds": _FIRST,
     "dllm_queue_seconds": _FIRST,
     "dllm_e2e_request_latency_seconds": (*_FIRST, 60.0, 120.0),
     "dllm_inter_block_seconds": _FIRST[:9],
+    "dllm_time_per_token_seconds": (
+        *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0),
+    ),
+    "dllm_request_prompt_tokens": _LENGTHS,
+    "dllm_request_generation_tokens": _LENGTHS,
     "dllm_tokens_per_forward": (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128),
     "dllm_step_seconds": (
         *(0.0005, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.0075),
@@ -27,6 +33,10 @@ HELP = {
     "dllm_num_requests_running": "Texts that hold a slot.",
     "dllm_num_requests_waiting": "Texts that wait for a slot.",
     "dllm_kv_cache_usage_ratio": "Share of the page pool that is held.",
+    "dllm_kv_cache_pages": "Pages of the pool.",
+    "dllm_kv_cache_pages_held": "Pages of the pool that are held.",
+    "dllm_device_memory_bytes": "Bytes in use on a device of this process that counts them.",
+    "dllm_device_memory_limit_bytes": "Bytes that this process may use of it.",
     "dllm_streams_open": "Open SSE streams.",
     "dllm_state": "1 for the state of the server.",
     "dllm_build_info": "Versions and model.",
@@ -54,6 +64,9 @@ HELP = {
     "dllm_queue_seconds": "From acceptance to a slot.",
     "dllm_e2e_request_latency_seconds": "From acceptance to the end.",
     "dllm_inter_block_seconds": "Between pieces of a streamed text.",
+    "dllm_time_per_token_seconds": "From a slot to the end, a visible token.",
+    "dllm_request_prompt_tokens": "Prompt tokens of a prompt that ended.",
+    "dllm_request_generation_tokens": "Visible tokens of a prompt's texts.",
     "dllm_tokens_per_forward": "Visible tokens a forward of a prompt's texts.",
     "dllm_step_seconds": "A decode step, mean of a turn of the engine's loop.",
     "vllm:num_requests_running": "As dllm_num_requests_running.",
@@ -183,6 +196,11 @@ class Metrics:
         if usage.queue_s is not None:
             of["dllm_queue_seconds"].observe(usage.queue_s)
         of["dllm_e2e_request_latency_seconds"].observe(usage.e2e_s)
+        of["dllm_request_prompt_tokens"].observe(usage.prompt_tokens)
+        of["dllm_request_generation_tokens"].observe(usage.written)
+        if usage.written:
+            seconds = usage.e2e_s - (usage.queue_s or 0.0)
+            of["dllm_time_per_token_seconds"].observe(seconds / usage.written)
         if usage.nfe:
             of["dllm_tokens_per_forward"].observe(usage.written / usage.nfe)
 
@@ -205,6 +223,8 @@ class Metrics:
             "dllm_num_requests_running": counts.num_running,
             "dllm_num_requests_waiting": counts.num_waiting,
             "dllm_kv_cache_usage_ratio": usage,
+            "dllm_kv_cache_pages": counts.num_pages,
+            "dllm_kv_cache_pages_held": counts.num_pages_held,
             "dllm_streams_open": self.streams_open,
         }
         if self._vllm_names:
@@ -213,6 +233,14 @@ class Metrics:
             gauges["vllm:kv_cache_usage_perc"] = usage
         for name, value in gauges.items():
             yield name, "gauge", [(label, float(value))]
+        for place, name in enumerate(
+            ("dllm_device_memory_bytes", "dllm_device_memory_limit_bytes")
+        ):
+            values = [
+                ((*label, ("device", str(number))), float(one[place]))
+                for number, one in enumerate(counts.devices)
+            ]
+            yield name, "gauge", values
         states = [((*label, ("state", one)), float(one == state)) for one in STATES]
         yield "dllm_state", "gauge", states
         if self._facts is not None:

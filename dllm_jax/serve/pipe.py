@@ -83,6 +83,18 @@ class Progress(Message):
     of: int
 
 
+class Phase(Message):
+    """A part of the start that has ended.
+
+    Attributes:
+        fields: What the log says of it.
+    """
+
+    name: str
+    seconds: float
+    fields: dict[str, Any]
+
+
 class Facts(msgspec.Struct):
     """What the front must know of the model and the engine.
 
@@ -221,6 +233,7 @@ class Counts(msgspec.Struct):
 
     Attributes:
         steps: Decode steps and the seconds they took, since the last counts.
+        devices: Bytes in use and the limit of each device that counts them.
     """
 
     num_running: int = 0
@@ -240,6 +253,7 @@ class Counts(msgspec.Struct):
     draft_tokens_proposed: int = 0
     draft_tokens_accepted: int = 0
     steps: list[tuple[int, float]] = []
+    devices: list[tuple[int, int]] = []
 
 
 class Moved(Message):
@@ -261,7 +275,7 @@ class Failed(Message):
 
 
 ToEngine = Launch | Add | Ask | Abort
-FromEngine = Progress | Ready | Accepted | Refused | Told | Moved | Failed
+FromEngine = Progress | Phase | Ready | Accepted | Refused | Told | Moved | Failed
 
 _ENCODER = msgspec.msgpack.Encoder()
 

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Generator
 
 import uvicorn
@@ -22,7 +23,7 @@ import uvloop
 from dllm_jax.serve.app import application
 from dllm_jax.serve.client import EngineClient
 from dllm_jax.serve.limits import IDLE_SECONDS
-from dllm_jax.serve.logs import Log
+from dllm_jax.serve.logs import Log, Printed
 from dllm_jax.serve.protocol import close_overdue, limited
 from dllm_jax.serve.service import Config, Service
 from dllm_jax.serve.stderr import Stderr
@@ -63,9 +64,10 @@ def run(config: Config, sock: socket.socket) -> int:
     """Serve on a bound socket; the exit status."""
     sys.setswitchinterval(SWITCH_S)
     stderr = Stderr(_stderr_fd(), Log(config.log_format).dropped)
-    with contextlib.redirect_stderr(stderr):
+    log = Log(config.log_format, stderr)
+    with contextlib.redirect_stderr(Printed(log) if config.log_format == "json" else stderr):
         try:
-            return uvloop.run(_run(Service(config, Log(config.log_format, stderr)), sock))
+            return uvloop.run(_run(Service(config, log), sock))
         finally:
             stderr.drain(FLUSH_SECONDS)
 
@@ -80,7 +82,7 @@ def _stderr_fd() -> int:
 
 async def _run(service: Service, sock: socket.socket) -> int:
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # `Gate` answers and logs
-    config = service.config
+    config, began_s = service.config, time.monotonic()
     engine, stop = service.engine, _Stop(service.engine)
     engine.start()
     server = _Server(
@@ -97,7 +99,9 @@ async def _run(service: Service, sock: socket.socket) -> int:
         )
     )
     serving = asyncio.create_task(server.serve(sockets=[sock]))
-    sweeping = asyncio.create_task(close_overdue(server.server_state.connections))
+    others = [asyncio.create_task(close_overdue(server.server_state.connections))]
+    if config.log_stats_every:
+        others.append(asyncio.create_task(_tell_stats(service, config.log_stats_every)))
     gc.freeze()
     service.log.line("listening", url=_url(config, sock))
     if is_open(config, sock.getsockname()[0]):
@@ -110,10 +114,19 @@ async def _run(service: Service, sock: socket.socket) -> int:
         await _none_open(engine, FLUSH_SECONDS)
         server.should_exit = True
         await serving
-        sweeping.cancel()
+        for task in others:
+            task.cancel()
         await engine.close()
         service.close()
         service.log.flush()
+    service.log.line(
+        "exit",
+        "error" if engine.failure else "info",
+        status=status,
+        reason=engine.failure or signal.Signals(stop.number).name,
+        seconds=round(time.monotonic() - began_s, 1),
+        restarts=engine.num_restarts,
+    )
     return status
 
 
@@ -129,7 +142,6 @@ async def _until_over(service: Service, stop: "_Stop") -> int:
             was_ready = True
             gc.collect()  # the tokenizer has brought many objects: none of them is ever garbage
             gc.freeze()
-            service.log.line("ready", model=service.config.model)
         await _either(engine.over, stop.first, None if was_ready else _POLL_S)
     if engine.over.is_set():
         print(f"error: {engine.failure}", file=sys.stderr, flush=True)
@@ -142,6 +154,23 @@ async def _until_over(service: Service, stop: "_Stop") -> int:
     if engine.failure is not None:
         return FAILED
     return DONE if stop.number == signal.SIGTERM else SIGNALLED + signal.SIGINT
+
+
+async def _tell_stats(service: Service, every_s: float) -> None:
+    """A line of throughput after each `every_s` seconds in which there was work."""
+    loop = asyncio.get_running_loop()
+    while True:
+        before, at_s = service.engine.counts, loop.time()
+        await asyncio.sleep(every_s)
+        now, seconds = service.engine.counts, loop.time() - at_s
+        done = {
+            f"{name}_per_s": round(max(0, getattr(now, name) - getattr(before, name)) / seconds, 1)
+            for name in ("prompt_tokens", "generated_tokens", "nfe")
+        }
+        if any(done.values()) or now.num_running or now.num_waiting:
+            held = round(now.num_pages_held / max(now.num_pages, 1), 3)
+            texts = {"running": now.num_running, "waiting": now.num_waiting}
+            service.log.line("stats", **texts, **done, cache_usage=held)
 
 
 async def _either(one: asyncio.Event, other: asyncio.Event, seconds: float | None) -> None:

@@ -12,6 +12,7 @@ from dllm_jax.serve.logs import Log
 from dllm_jax.serve.metrics import Metrics
 from dllm_jax.serve.pipe import Facts, Launch
 from dllm_jax.serve.refusals import Refusal, shown
+from dllm_jax.serve.spans import Spans
 from dllm_jax.serve.text import TextSide
 
 INLINE_BYTES = 64 << 10  # smaller bodies cost less than a change of threads
@@ -31,6 +32,8 @@ class Config:
         restart_engine: How often an engine that was ready is replaced when it ends.
         stall_timeout: Seconds without a step, while requests run, after which /health says so.
         drain_timeout: Seconds that running requests get after the first signal.
+        log_stats_every: Seconds between two lines of throughput; 0: none.
+        otlp_traces_endpoint: Where a span of each request is sent; None: nowhere.
     """
 
     model: str
@@ -47,6 +50,8 @@ class Config:
     stall_timeout: float = 30.0
     drain_timeout: float = 30.0
     log_format: str = "text"
+    log_stats_every: float = 0.0
+    otlp_traces_endpoint: str | None = None
     limits: Limits = dataclasses.field(default_factory=Limits)
 
 
@@ -61,7 +66,11 @@ class Service:
         self.config = config
         self.log = log or Log(config.log_format)
         self.metrics = Metrics(config.model, config.version, config.vllm_metrics)
-        self.engine = EngineClient(config.launch, config.restart_engine, self.metrics.update)
+        self.engine = EngineClient(
+            config.launch, config.restart_engine, self.metrics.update, self.log.line
+        )
+        endpoint, about = config.otlp_traces_endpoint, (config.model, config.version)
+        self.spans = None if endpoint is None else Spans(endpoint, *about)
         self.admission = Admission(config.limits)
         # One: several would hold the interpreter in turn, and the event loop would wait for all.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="read")
@@ -79,7 +88,9 @@ class Service:
         return await loop.run_in_executor(self._reader, wire.read, data, kind)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads."""
+        if self.spans is not None:
+            self.spans.flush()
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     def check_state(self) -> None:

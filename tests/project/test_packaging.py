@@ -415,4 +415,5 @@ def test_runtime_needs_no_torch(project):
         "docs",
         "judges",
         "oracle",
+        "otel",
     }

@@ -123,6 +123,7 @@ def make(settings, progress):
     from dllm_jax.serve.child import Served
 
     progress(1, 2)
+    progress.phase("load", 0.0, source="scripted")
     time.sleep(settings.get("slow", 0))
     if settings.get("broken"):
         print("a line of the engine's own", file=sys.stderr)

@@ -425,9 +425,10 @@ def test_states_while_the_engine_starts(tmp_path):
 def test_an_engine_that_does_not_start_is_exit_1(tmp_path):
     with scripted(tmp_path, settings={"broken": True}, restart_engine=3) as server:
         assert server.process.wait(20) == 1
-        own, error = server.log.read_text().splitlines()[-2:]
-        assert own == "a line of the engine's own"
-        assert error == "error: the script does not start; mend it"
+        own, error, end = server.lines()[-3:]
+        assert (own["event"], own["said"]) == ("stderr", "a line of the engine's own")
+        assert (error["event"], error["said"]) == ("error", "the script does not start; mend it")
+        assert (end["event"], end["status"], end["reason"]) == ("exit", 1, error["said"])
 
 
 @pytest.mark.slow

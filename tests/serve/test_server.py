@@ -3,6 +3,7 @@
 One server for the module, started by the command line as a user starts it.
 """
 
+import json
 import re
 import signal
 import subprocess
@@ -214,6 +215,7 @@ def test_what_cannot_be_served_ends_with_one_line(flags, status, said):
     done = subprocess.run(
         [sys.executable, *command(*flags)], capture_output=True, text=True, timeout=120
     )
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    errors = [line["said"] for line in lines if line["event"] == "error"]
     assert (done.returncode, len(errors)) == (status, 1), done.stderr
     assert said in errors[0]
