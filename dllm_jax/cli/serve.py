@@ -5,6 +5,7 @@ it to call `make_engine` here. Nothing of JAX is imported in the front.
 """
 
 import argparse
+import functools
 import os
 import sys
 import time
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from dllm_jax.serve.child import Served, Start
     from dllm_jax.serve.service import Config
 
-KEY_VARIABLE = "DLLM_API_KEY"
+KEY_VARIABLE, ADMIN_VARIABLE = "DLLM_API_KEY", "DLLM_ADMIN_KEY"
 BAD_USAGE = 2
 _HOSTS_GRACE_S = 10.0  # to let the other hosts end too
 _LOG_FORMATS = ("text", "json", "none")
@@ -52,6 +53,15 @@ OF_FRONT = (
             action="append",
         ),
         flag("--api-key-file FILE", "a key a line"),
+        flag(
+            "--admin-key-file FILE",
+            f"a key a line, for routes of an administrator; ${ADMIN_VARIABLE} has one as well "
+            "(default: there are no such routes)",
+        ),
+        flag(
+            "--weights-root DIR",
+            "folder within which an administrator may have other weights read (default: none)",
+        ),
         flag(
             "--allowed-host NAME",
             "a name the Host header may hold where no key is set (default: loopback names)",
@@ -249,7 +259,17 @@ def config_of(args: argparse.Namespace) -> "Config":
     _name_model(args)
     if args.otlp_traces_endpoint is not None:
         _check_otel(args.otlp_traces_endpoint)
-    keys = _keys(args)
+    keys = _keys(args.api_key, args.api_key_file, KEY_VARIABLE)
+    admin_keys = _keys([], args.admin_key_file, ADMIN_VARIABLE)
+    if set(keys) & set(admin_keys):
+        raise UsageError("a key opens both all routes and those of an administrator; give two")
+    if args.weights_root is not None:
+        if not admin_keys:
+            raise UsageError(
+                "--weights-root is for an administrator; give --admin-key-file as well"
+            )
+        if not os.path.isdir(args.weights_root):
+            raise UsageError(f"--weights-root {args.weights_root!r} is no folder; make it first")
     if "*" in args.allowed_origin and keys:
         raise UsageError("--allowed-origin * with a key; name the origins")
     from dllm_jax import __version__
@@ -274,6 +294,8 @@ def config_of(args: argparse.Namespace) -> "Config":
         host=args.host,
         port=args.port,
         api_keys=keys,
+        admin_keys=admin_keys,
+        weights_root=args.weights_root,
         allowed_hosts=tuple(args.allowed_host),
         allowed_origins=tuple(args.allowed_origin),
         open_metrics=args.open_metrics,
@@ -304,15 +326,15 @@ def _check_otel(endpoint: str) -> None:
         ) from error
 
 
-def _keys(args: argparse.Namespace) -> tuple[str, ...]:
+def _keys(given: list[str], file: str | None, variable: str) -> tuple[str, ...]:
     from dllm_jax.cli.prompts import read_file
 
-    keys = [*args.api_key]
-    if args.api_key_file is not None:
-        keys += read_file("key file", args.api_key_file).splitlines()
-    keys += [os.environ.get(KEY_VARIABLE, "")]
+    keys = [*given]
+    if file is not None:
+        keys += read_file("key file", file).splitlines()
+    keys += [os.environ.get(variable, "")]
     keys = [key.strip() for key in keys if key.strip()]
-    if not keys and (args.api_key or args.api_key_file):
+    if not keys and (given or file):
         raise UsageError("the API key is empty; give at least one character")
     return tuple(keys)
 
@@ -338,7 +360,60 @@ def make_engine(settings: dict[str, Any], start: "Start") -> "Served":
     except UsageError as error:
         raise UnusableSettings(one_line(error)) from error
     yield_processor()
-    return served(llm)
+    return served(llm)._replace(commands=Commands(llm, lambda path: _other(args, path)))
+
+
+def _other(args: argparse.Namespace, path: str) -> Any:
+    """The model of another folder, loaded as that of the command line was."""
+    from dllm_jax.cli.sources import load_model
+
+    return load_model(argparse.Namespace(**{**vars(args), "model": path, "revision": None}))
+
+
+class Commands:
+    """What an administrator may ask of an `LLM` (`serve.child.Commands`)."""
+
+    def __init__(self, llm: Any, load: Callable[[str], Any]):
+        self._llm, self._load = llm, load
+        self._staged: Any = None
+        self._held: Any = None  # the weights, while they are on the host
+        self.version = 0
+
+    def aside(self, name: str, fields: dict[str, Any]) -> Callable[[], dict[str, Any]] | None:
+        """See there."""
+        return functools.partial(self._stage, fields["path"]) if name == "stage" else None
+
+    def _stage(self, path: str) -> dict[str, Any]:
+        from dllm_jax.api import weights
+
+        self._staged = None
+        try:
+            self._staged = weights.stage(self._llm, lambda: self._load(path))
+        except ValueError:
+            raise
+        except Exception as error:  # a file that is cut, a full device
+            raise ValueError(f"{path} cannot be read: {one_line(error)}") from error
+        return {}
+
+    def between(self, name: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """See there."""
+        from dllm_jax.api import weights
+
+        if name == "flush":
+            return {"pages": self._llm.engine.forget_prefixes()}
+        if name == "drop":
+            self._staged = None
+        elif name == "sleep":
+            self._held = weights.sleep(self._llm)
+        elif name == "wake":
+            weights.wake(self._llm, self._held)
+            self._held = None
+        elif self._staged is not None:
+            weights.replace(self._llm, self._staged)
+            self._staged = None
+            given = fields["version"]
+            self.version = self.version + 1 if given is None else given
+        return {"weight_version": self.version}
 
 
 def served(llm: Any) -> "Served":
@@ -449,10 +524,10 @@ def _make_llm(
         ),
     )
     if phase is not None:
-        device = llm.engine.runner
+        device = llm.engine.runner.device
         made_s = time.perf_counter() - began - device.compile_s
         phase("engine", made_s, memory=str(llm.memory), **_plan(llm.memory))
-        phase("compile", device.compile_s, programs=device.num_compiled)
+        phase("compile", device.compile_s, programs=len(device.compiled))
     return llm
 
 

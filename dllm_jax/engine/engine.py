@@ -77,7 +77,7 @@ class Engine:
         self.faults = Faults()
         self.is_open = False
         self._tokenizer, self._seed, self._clock = tokenizer, seed, clock
-        self._save_snapshot = save_snapshot
+        self.save_snapshot = save_snapshot
         self._requests: dict[str, ActiveRequest] = {}
         self._moved: list[ActiveRequest] = []
         self._ready: list[RequestOutput] = []  # reported, not yet handed over
@@ -171,6 +171,17 @@ class Engine:
             self._end(sequence, "abort")
         self._is_torn = False
         return request_id in self._requests
+
+    def forget_prefixes(self) -> int:
+        """Empty the page pool, whose contents are of weights that go; the pages that were cached.
+
+        Raises:
+            RuntimeError: Requests run.
+        """
+        if self.has_work:
+            raise RuntimeError("requests run; let them end, or abort them")
+        self._drop_rounds()
+        return self.scheduler.pool.reset()
 
     def outputs(self) -> list[RequestOutput]:
         """Current outputs of all requests; without `stream` a text comes only at its end."""
@@ -514,10 +525,10 @@ class Engine:
             self._end(sequence, "error", f"the device failed twice ({first_line}){saved}")
 
     def _save(self, sequences: list[Sequence]) -> str:
-        if self._save_snapshot is None or not sequences:
+        if self.save_snapshot is None or not sequences:
             return ""
         try:
-            path = self._save_snapshot(sequences)
+            path = self.save_snapshot(sequences)
         except Exception as error:  # a full disk must not end the other requests
             return f"; it could not be saved ({type(error).__name__}: {error})"
         return f"; saved: `dllm-jax replay {path}` runs it again"

@@ -31,14 +31,16 @@ class PagePool:
         self.queries = self.hits = self.evictions = 0
         self.reset()
 
-    def reset(self) -> None:
-        """Free every page and forget every key: the contents are gone."""
+    def reset(self) -> int:
+        """Free every page and forget every key: the contents are gone; the pages that had a key."""
+        count = len(getattr(self, "_key_of", ()))
         self._free = list(range(self.num_pages - 1, -1, -1))  # taken from the end
         self._owners = [0] * self.num_pages
         self._page_of: dict[Any, int] = {}
         self._key_of: dict[int, Any] = {}
         self._payload: dict[int, Any] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        return count
 
     @property
     def num_available(self) -> int:

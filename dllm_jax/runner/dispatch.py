@@ -65,19 +65,24 @@ class Dispatch:
         slot_layout: packing.SlotLayout,
         home: Any,
     ):
-        self.programs, self.layout, self.slot_layout = made_from, layout, slot_layout
+        self.layout, self.slot_layout = layout, slot_layout
         self.choice_costs: Mapping[int, Sequence[float]] = {}
         self.is_profiled = False
         self.passes: Counter[tuple[int, int, PassKind, int]] = Counter()
         self._home = home
         self.knobs = tuple(sorted(layout.knobs))
-        # A call looks at each of its arrays.
-        bare = made_from.model.replace(params={}, exchange=None)
-        self.weightless = made_from.replace(model=bare, aux={})
+        self.take(made_from)
         self._admitted: list[_Admission] = []  # not dispatched yet
         self._pieces: list[_Piece] = []  # not dispatched yet, of distinct slots
         self._bound: set[int] = set()  # slots whose request has a grammar
         self._bucket: grammars.Sizes | None = None  # of these grammars
+
+    def take(self, made_from: Programs) -> None:
+        """Make calls of `made_from`, which has what the compiled programs were made from."""
+        self.programs = made_from
+        # A call looks at each of its arrays.
+        bare = made_from.model.replace(params={}, exchange=None)
+        self.weightless = made_from.replace(model=bare, aux={})
 
     def calls(
         self, act: Callable[["Dispatch"], Any], sizes: grammars.Sizes | None = None

@@ -232,6 +232,16 @@ class ModelRunner(Dispatch):
         self._forget()
         self.device.wait(self.submit(self.device.reset))
 
+    def put_weights(self, params: Any, kv_scales: Any) -> None:
+        """Read other weights of the same shapes, types and places from the next program on."""
+        model = self.programs.model.replace(params=params, kv_scales=kv_scales)
+        self.take(self.programs.replace(model=model))
+        self.device.wait(self.submit(self.device.take, self.programs))
+
+    def free_state(self) -> None:
+        """Give the pools back, once what was dispatched is over; `reset` makes new ones."""
+        self.device.wait(self.submit(self.device.close))
+
     def resize(self, num_pages: int) -> None:
         """Set the pages of the pool, before there is a state."""
         if num_pages != self.layout.num_pages:

@@ -49,7 +49,7 @@ class DeviceState:
         self.compiled: dict[tuple[str, ...], jax.stages.Compiled] = {}
         self.compile_s = 0.0
         self.home = _device_of(made_from)
-        self._programs, self._leaves = made_from, jax.tree.leaves(made_from)
+        self.take(made_from)
         self._split = made_from.model.split
         self._num_slots, self._sizes = layout.num_slots, {"num_pages": layout.num_pages}
         self._sizes |= {"page_size": layout.page_size, "knobs": tuple(sorted(layout.knobs))}
@@ -119,6 +119,10 @@ class DeviceState:
         """Every slot empty, and a new pool."""
         self.state = self._lost = self._grammars = None  # the old pools go before new ones come
         self.state = self._make(self._programs, **self._sizes)
+
+    def take(self, made_from: Programs) -> None:
+        """Read the weights of `made_from`, of which the programs are compiled."""
+        self._programs, self._leaves = made_from, jax.tree.leaves(made_from)
 
     def close(self) -> None:
         """Free the state."""

@@ -40,7 +40,14 @@ class Form:
         id: Of every chunk.
     """
 
-    def __init__(self, is_chat: bool, model: str, system_fingerprint: str, num_prompt_tokens: int):
+    def __init__(
+        self,
+        is_chat: bool,
+        model: str,
+        system_fingerprint: str,
+        num_prompt_tokens: int,
+        weight_version: int | None = None,
+    ):
         self.is_chat = is_chat
         self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{random_id()[:24]}"
         self._num_prompt_tokens = num_prompt_tokens
@@ -52,6 +59,8 @@ class Form:
             "model": model,
             "system_fingerprint": system_fingerprint,
         }
+        if weight_version is not None:
+            self._whole["weight_version"] = weight_version
         self._chunk = self._whole | ({"object": f"{kind}.chunk"} if is_chat else {})
 
     def role(self, choice: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route, Router
 
-from dllm_jax.serve import decisions, generating, page, reading
+from dllm_jax.serve import admin, decisions, generating, page, reading
 from dllm_jax.serve.exchange import JSON, Call, Endpoint, Json
 from dllm_jax.serve.gate import Gate
 from dllm_jax.serve.metrics import CONTENT_TYPE
@@ -111,9 +111,11 @@ class _Routes:
     """Paths without a variable by one look; `Router` has the others, HEAD, 404 and 405."""
 
     def __init__(self, service: Service):
+        config = service.config
+        every = (*ROUTES, *admin.routes(config.admin_keys, config.weights_root))
         endpoints = {
             (method, path): Endpoint(path, functools.partial(handler, service))
-            for path, method, handler in ROUTES
+            for path, method, handler in every
         }
         table = [Route(path, one, methods=[method]) for (method, path), one in endpoints.items()]
         self._endpoints = endpoints

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -41,6 +41,7 @@ _COUNTS_PERIOD_S = 0.5
 # Steps in a row that may raise: the engine mends itself after the first, the second ends the
 # requests that run, and with the third it is the engine that is broken.
 _MOST_FAILED_STEPS = 3
+_OWN_COUNTS = ("steps", "devices", "weight_version")  # not of the engine's `Stats`
 _SOON_S = 1e-3  # left of a deadline that passed while its request waited
 
 
@@ -54,6 +55,7 @@ class Served(NamedTuple):
         missing: The work that must be done before a request can be queued, whose result is kept;
             None: none.
         devices: As `Counts.devices`.
+        commands: Of an administrator, by name; None: there are none.
     """
 
     engine: Any
@@ -63,6 +65,29 @@ class Served(NamedTuple):
     read: Callable[[list[Read]], tuple[list[list[list[float]]], int]]
     missing: Callable[[Request], Work | None] = lambda request: None
     devices: Callable[[], list[tuple[int, int]]] = list
+    commands: "Commands | None" = None
+
+
+class Commands(Protocol):
+    """What an administrator may ask of the engine.
+
+    Attributes:
+        version: Of the weights.
+    """
+
+    version: int
+
+    def aside(self, name: str, fields: dict[str, Any]) -> Callable[[], dict[str, Any]] | None:
+        """The work of a command that goes on while requests run; None: one for `between`."""
+        ...
+
+    def between(self, name: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """Carry out a command while no request runs.
+
+        Raises:
+            ValueError: It cannot be done; everything is as before.
+        """
+        ...
 
 
 class Start:
@@ -220,6 +245,8 @@ class Loop:
         self._rung.setblocking(False)
         self._making = SideWork("constraints wait to be compiled", "constraints_busy", self._ring)
         self._reading = SideWork("questions wait to be read", "decisions_busy", self._ring)
+        self._chores = SideWork("weights wait to be read", "weights_busy", self._ring)
+        self._commands: deque[pipe.Command] = deque()  # which wait until no request runs
         self._parked: dict[int, _Parked] = {}
         self._live: dict[str, _Live] = {}
         self._prompts: dict[int, list[str]] = {}
@@ -286,6 +313,8 @@ class Loop:
                 self._add(message)
             elif isinstance(message, pipe.Ask):
                 self._ask(message)
+            elif isinstance(message, pipe.Command):
+                self._command(message)
             elif isinstance(message, pipe.Abort):
                 self._abort(message.id)
             elif isinstance(message, pipe.Broken):
@@ -310,6 +339,33 @@ class Loop:
                     self._outbox.queue(pipe.Told(request_id, *done.found))
                 else:
                     self._end(request_id, done.error)
+
+        for done in self._chores.take():
+            for request_id in done.request_ids:
+                if done.error is None:
+                    self._outbox.queue(pipe.Carried(request_id, done.found))
+                else:
+                    self._end(request_id, done.error)
+        while self._commands and not self._engine.has_work:
+            command = self._commands.popleft()
+            assert self._served.commands is not None
+            try:
+                found = self._served.commands.between(command.name, command.fields)
+            except Exception as error:
+                self._end(command.id, error)
+                continue
+            self._looked_s = -_COUNTS_PERIOD_S  # the memory has changed
+            self._outbox.put([], self._counts(self._engine.stats(), []))
+            self._outbox.queue(pipe.Carried(command.id, found))
+
+    def _command(self, command: pipe.Command) -> None:
+        if self._served.commands is None:
+            raise Refused("this engine takes no commands; start another", "name")
+        work = self._served.commands.aside(command.name, command.fields)
+        if work is None:
+            self._commands.append(command)
+        else:
+            self._chores.put("", command.id, Work(command.id, work))
 
     def _end(self, request_id: int, error: Exception) -> None:
         """End a request whose handling raised: a refusal, or a failure of ours."""
@@ -443,13 +499,15 @@ class Loop:
         Args:
             steps: Decode steps of this turn of the loop, and the seconds it took.
         """
-        names = [name for name in Counts.__struct_fields__ if name not in ("steps", "devices")]
+        names = [name for name in Counts.__struct_fields__ if name not in _OWN_COUNTS]
         named = {name: getattr(stats, name) for name in names}
         named["num_waiting"] += len(self._parked)
         named["num_faults"] = self._faults.count
         if (now := time.monotonic()) - self._looked_s > _COUNTS_PERIOD_S:
             self._devices, self._looked_s = self._served.devices(), now
-        return Counts(**named, steps=steps, devices=self._devices)
+        commands = self._served.commands
+        version = 0 if commands is None else commands.version
+        return Counts(**named, steps=steps, devices=self._devices, weight_version=version)
 
     def _piece(self, token: int) -> str:
         text = self._pieces.get(token)

@@ -27,7 +27,7 @@ from dllm_jax.serve.text import TextSide
 END_S, KILLED_S = 0.2, 60.0  # for a process to end on request, and after SIGKILL
 _READY = ("family", "strategy", "dtype", "num_slots", "max_model_len", "jax")  # of `Facts`
 LAST_LINES_S = 1.0  # for what it wrote before
-State = Literal["starting", "ready", "draining", "failed"]
+State = Literal["starting", "ready", "paused", "asleep", "draining", "failed"]
 _CHILD = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from dllm_jax.serve.child import main; "
@@ -249,6 +249,7 @@ class EngineClient:
         self._boxes: dict[int, Mailbox] = {}
         self._num_texts = 0  # of the boxes, not ended
         self._asked: dict[int, asyncio.Future[pipe.Told]] = {}
+        self._commanded: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._ids = itertools.count()
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
@@ -258,6 +259,7 @@ class EngineClient:
         self._moved_s = self._spawned_s = 0.0
         self._is_ready = False
         self.is_draining = False
+        self.held: Literal["paused", "asleep"] | None = None  # by an administrator
         self.progress: tuple[int, int] | None = None
         self.facts: Facts | None = None
         self.text: TextSide | None = None
@@ -275,7 +277,9 @@ class EngineClient:
             return "failed"
         if self.is_draining:
             return "draining"
-        return "ready" if self._is_ready else "starting"
+        if not self._is_ready:
+            return "starting"
+        return self.held or "ready"
 
     @property
     def num_open(self) -> int:
@@ -359,6 +363,26 @@ class EngineClient:
             return await answer
         finally:
             del self._asked[number]
+
+    def order(self, name: str, **fields: Any) -> int:
+        """`command` without its answer; the number by which it comes."""
+        number = next(self._ids)
+        self._send(pipe.Command(number, name, fields))
+        return number
+
+    async def command(self, name: str, **fields: Any) -> dict[str, Any]:
+        """Have a command of an administrator carried out.
+
+        Raises:
+            Refusal: It cannot be done, and everything is as before.
+            EngineGone: The engine ended first.
+        """
+        number = self.order(name, **fields)
+        answer = self._commanded[number] = asyncio.get_running_loop().create_future()
+        try:
+            return await answer
+        finally:
+            del self._commanded[number]
 
     def _begin(self) -> None:
         """A request is handed over."""
@@ -475,6 +499,11 @@ class EngineClient:
                 box.refuse(error)
             if (asked := self._asked.get(message.id)) is not None and not asked.done():
                 asked.set_exception(error)
+            if (answer := self._commanded.get(message.id)) is not None and not answer.done():
+                answer.set_exception(error)
+        elif isinstance(message, pipe.Carried):
+            if (answer := self._commanded.get(message.id)) is not None and not answer.done():
+                answer.set_result(message.fields)
         elif isinstance(message, pipe.Told):
             if (asked := self._asked.get(message.id)) is not None and not asked.done():
                 asked.set_result(message)
@@ -495,7 +524,10 @@ class EngineClient:
         """The engine is gone."""
         process = self._process
         assert process is not None
-        was_ready, self._is_ready = self._is_ready, False
+        was_ready, self._is_ready, self.held = self._is_ready, False, None
+        for answer in self._commanded.values():
+            if not answer.done():
+                answer.set_exception(EngineGone("the engine ended before the command did"))
         self.num_failures += 1
         self.counts = Counts()
         self._on_counts(self.counts)

@@ -8,6 +8,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from dllm_jax.serve import logs
+from dllm_jax.serve.admin import PATHS as ADMIN_PATHS
 from dllm_jax.serve.auth import BASIC, Guard
 from dllm_jax.serve.client import EngineGone, RequestFailed
 from dllm_jax.serve.exchange import Call, Elsewhere, Endpoint, Json
@@ -24,6 +25,7 @@ class Gate:
         config = service.config
         self._inner, self._service = inner, service
         self._guard = Guard(config.api_keys, config.allowed_hosts, config.open_metrics)
+        self._admin = Guard(config.admin_keys, ()) if config.admin_keys else self._guard
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request."""
@@ -45,7 +47,8 @@ class Gate:
 
         scope["app"], scope["dllm.call"] = self, call
         try:
-            call.client = self._guard.check(scope["path"], call.headers, scope.get("client"))
+            guard = self._admin if scope["path"] in ADMIN_PATHS else self._guard
+            call.client = guard.check(scope["path"], call.headers, scope.get("client"))
             await self._inner(scope, receive, sending)
         except (ClientGone, ConnectionError, asyncio.CancelledError) as gone:
             call.is_gone = True

@@ -135,7 +135,8 @@ async def _generate(
         client=call.client,
     )
     system = fingerprint(service.config.version, facts)
-    form = Form(is_chat, service.config.model, system, num_prompt_tokens)
+    version = engine.counts.weight_version if service.config.weights_root else None
+    form = Form(is_chat, service.config.model, system, num_prompt_tokens, version)
     if body.stream:
         try:
             await box.accepted()

@@ -33,6 +33,7 @@ HELP = {
     "dllm_num_requests_running": "Texts that hold a slot.",
     "dllm_num_requests_waiting": "Texts that wait for a slot.",
     "dllm_kv_cache_usage_ratio": "Share of the page pool that is held.",
+    "dllm_weight_version": "Version of the weights, 0 at the start.",
     "dllm_kv_cache_pages": "Pages of the pool.",
     "dllm_kv_cache_pages_held": "Pages of the pool that are held.",
     "dllm_device_memory_bytes": "Bytes in use on a device of this process that counts them.",
@@ -94,7 +95,7 @@ _LIVE = {
     "dllm_request_faults_total": "num_faults",
 }
 _ROUNDS = "draft_rounds"
-STATES = ("starting", "ready", "draining", "failed")
+STATES = ("starting", "ready", "paused", "asleep", "draining", "failed")
 FINISHES = ("stop", "length", "nfe", "repetition", "abort", "error")
 
 Labels = tuple[tuple[str, str], ...]
@@ -223,6 +224,7 @@ class Metrics:
             "dllm_num_requests_running": counts.num_running,
             "dllm_num_requests_waiting": counts.num_waiting,
             "dllm_kv_cache_usage_ratio": usage,
+            "dllm_weight_version": counts.weight_version,
             "dllm_kv_cache_pages": counts.num_pages,
             "dllm_kv_cache_pages_held": counts.num_pages_held,
             "dllm_streams_open": self.streams_open,

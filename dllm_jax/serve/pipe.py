@@ -67,6 +67,14 @@ class Ask(Message):
     client: str = ""
 
 
+class Command(Message):
+    """What an administrator asks for, by its name in `Served.commands`."""
+
+    id: int
+    name: str
+    fields: dict[str, Any]
+
+
 class Abort(Message):
     """End a request; nothing more is said of it."""
 
@@ -165,6 +173,13 @@ class Told(Message):
     nfe: int
 
 
+class Carried(Message):
+    """What a `Command` brought."""
+
+    id: int
+    fields: dict[str, Any]
+
+
 class Usage(msgspec.Struct, array_like=True):
     """Counts of one prompt, sent with its last delta."""
 
@@ -233,6 +248,7 @@ class Counts(msgspec.Struct):
 
     Attributes:
         steps: Decode steps and the seconds they took, since the last counts.
+        weight_version: Of the weights that are served, 0 at the start.
         devices: Bytes in use and the limit of each device that counts them.
     """
 
@@ -254,6 +270,7 @@ class Counts(msgspec.Struct):
     draft_tokens_accepted: int = 0
     steps: list[tuple[int, float]] = []
     devices: list[tuple[int, int]] = []
+    weight_version: int = 0
 
 
 class Moved(Message):
@@ -274,8 +291,8 @@ class Failed(Message):
     usage: bool = False
 
 
-ToEngine = Launch | Add | Ask | Abort
-FromEngine = Progress | Phase | Ready | Accepted | Refused | Told | Moved | Failed
+ToEngine = Launch | Add | Ask | Abort | Command
+FromEngine = Progress | Phase | Ready | Accepted | Refused | Told | Carried | Moved | Failed
 
 _ENCODER = msgspec.msgpack.Encoder()
 

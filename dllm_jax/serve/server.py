@@ -83,7 +83,7 @@ def _stderr_fd() -> int:
 async def _run(service: Service, sock: socket.socket) -> int:
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # `Gate` answers and logs
     config, began_s = service.config, time.monotonic()
-    engine, stop = service.engine, _Stop(service.engine)
+    engine, stop = service.engine, _Stop(service.engine, service.drain)
     engine.start()
     server = _Server(
         uvicorn.Config(
@@ -123,7 +123,7 @@ async def _run(service: Service, sock: socket.socket) -> int:
         "exit",
         "error" if engine.failure else "info",
         status=status,
-        reason=engine.failure or signal.Signals(stop.number).name,
+        reason=engine.failure or (signal.Signals(stop.number).name if stop.number else "drain"),
         seconds=round(time.monotonic() - began_s, 1),
         restarts=engine.num_restarts,
     )
@@ -137,7 +137,7 @@ def is_open(config: Config, address: str) -> bool:
 
 async def _until_over(service: Service, stop: "_Stop") -> int:
     engine, was_ready = service.engine, False
-    while not (stop.number or engine.over.is_set()):
+    while not (stop.first.is_set() or engine.over.is_set()):
         if not was_ready and engine.state == "ready":
             was_ready = True
             gc.collect()  # the tokenizer has brought many objects: none of them is ever garbage
@@ -153,7 +153,7 @@ async def _until_over(service: Service, stop: "_Stop") -> int:
     await _none_open(engine, service.config.drain_timeout)
     if engine.failure is not None:
         return FAILED
-    return DONE if stop.number == signal.SIGTERM else SIGNALLED + signal.SIGINT
+    return SIGNALLED + signal.SIGINT if stop.number == signal.SIGINT else DONE
 
 
 async def _tell_stats(service: Service, every_s: float) -> None:
@@ -170,7 +170,7 @@ async def _tell_stats(service: Service, every_s: float) -> None:
         if any(done.values()) or now.num_running or now.num_waiting:
             held = round(now.num_pages_held / max(now.num_pages, 1), 3)
             texts = {"running": now.num_running, "waiting": now.num_waiting}
-            service.log.line("stats", **texts, **done, cache_usage=held)
+            service.log.line("stats", "info", **texts, **done, cache_usage=held)
 
 
 async def _either(one: asyncio.Event, other: asyncio.Event, seconds: float | None) -> None:
@@ -191,9 +191,9 @@ async def _none_open(engine: EngineClient, seconds: float) -> None:
 class _Stop:
     """Signals: the first leaves a mark, the second ends the process."""
 
-    def __init__(self, engine: EngineClient):
+    def __init__(self, engine: EngineClient, first: asyncio.Event):
         self.number = 0
-        self.first = asyncio.Event()
+        self.first = first
         self._engine = engine
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):

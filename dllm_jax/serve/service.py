@@ -25,6 +25,8 @@ class Config:
     Attributes:
         model: What `GET /v1/models` calls the model, and requests name.
         launch: How the engine process is made.
+        admin_keys: Any of them opens the routes of an administrator; none: they do not exist.
+        weights_root: The folder within which weights may be read while serving; None: none are.
         api_keys: Any of them opens every route but /health and /live; none: loopback names only.
         allowed_hosts: Names the Host header may hold without a key.
         allowed_origins: Web origins whose pages may call (CORS).
@@ -42,6 +44,8 @@ class Config:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
+    weights_root: str | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     open_metrics: bool = False
@@ -71,6 +75,7 @@ class Service:
         )
         endpoint, about = config.otlp_traces_endpoint, (config.model, config.version)
         self.spans = None if endpoint is None else Spans(endpoint, *about)
+        self.drain = asyncio.Event()  # an administrator ends the server
         self.admission = Admission(config.limits)
         # One: several would hold the interpreter in turn, and the event loop would wait for all.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="read")
@@ -100,6 +105,8 @@ class Service:
             return
         said = {
             "starting": "the engine is starting; try again in a moment (GET /health tells)",
+            "paused": "an administrator has paused the server; try again later",
+            "asleep": "the model sleeps; an administrator wakes it",
             "draining": "the server is shutting down; ask another one",
             "failed": "the engine has failed; the log says why",
         }

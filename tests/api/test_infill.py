@@ -185,7 +185,7 @@ def test_text_with_holes_is_replayed(model, tmp_path, monkeypatch, capsys):
     request = Request(prompt_token_ids=[30, 31], params=PARAMS, suffix_token_ids=suffix)
     # A greedy accept threshold of one hole more a forward leaves something to replay.
     llm = make_llm(model, max_steps_per_chunk=1)
-    llm.engine._save_snapshot = snapshot.snapshot_saver(model, STRATEGY, llm.config, tmp_path)
+    llm.engine.save_snapshot = snapshot.snapshot_saver(model, STRATEGY, llm.config, tmp_path)
     fetch, left = llm.engine.runner.fetch, [1]
 
     def failing(chunk):

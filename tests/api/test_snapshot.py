@@ -43,7 +43,7 @@ def model(random_folder):
 def make_llm(model, folder, strategy=STRATEGY):
     config = dj.EngineConfig(max_num_seqs=2, max_model_len=128, slot_buckets=(2,))
     llm = dj.LLM(model, strategy, config=config, warm_up=False)
-    llm.engine._save_snapshot = snapshot.snapshot_saver(model, strategy, llm.config, folder)
+    llm.engine.save_snapshot = snapshot.snapshot_saver(model, strategy, llm.config, folder)
     return llm
 
 

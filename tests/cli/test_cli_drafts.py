@@ -285,7 +285,7 @@ def test_replay_goes_on_with_the_draft(folder, capsys, monkeypatch, tmp_path):
         draft = folder / "draft"
         llm = dj.LLM(target, draft=draft, warm_up=False, max_num_seqs=1, max_model_len=64)
         aux = llm.engine.runner.programs.aux["draft"]
-        llm.engine._save_snapshot = snapshot.snapshot_saver(
+        llm.engine.save_snapshot = snapshot.snapshot_saver(
             target, llm.strategy, llm.config, tmp_path, aux
         )
         return llm

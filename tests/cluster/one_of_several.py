@@ -40,7 +40,7 @@ def main(rank, port, folder, *every):
 
     prompts, params = requests()
     saver = snapshots.snapshot_saver(model, llm.strategy, CONFIG, Path(folder))
-    llm.engine._save_snapshot = saver
+    llm.engine.save_snapshot = saver
     with pytest.MonkeyPatch.context() as patch:
         break_device(llm, 3, patch)
         llm.generate([prompts[1]], params[1], use_tqdm=False)

@@ -163,7 +163,7 @@ def test_a_snapshot_is_saved_of_what_is_given_up() -> None:
         (lambda sequences: 1 / 0, r"it could not be saved (ZeroDivisionError"),
     ):
         world = make_world(HOST)
-        world.engine._save_snapshot = saver
+        world.engine.save_snapshot = saver
         ask(world), ask(world)
         world.device.planned = ["admit", "admit"]
         outputs = world.engine.step() + world.engine.step()

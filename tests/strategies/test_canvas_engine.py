@@ -83,7 +83,7 @@ def test_preemption_behind_every_step_of_a_canvas_changes_nothing():
 @pytest.mark.slow
 def test_a_request_resumes_from_a_snapshot_within_a_canvas(tmp_path, monkeypatch):
     llm = make_llm()
-    llm.engine._save_snapshot = snapshot.snapshot_saver(
+    llm.engine.save_snapshot = snapshot.snapshot_saver(
         llm.model, case(NAME).strategy, llm.config, tmp_path
     )
     monkeypatch.setattr("dllm_jax.engine.engine.num_steps", lambda *_, **__: 1)

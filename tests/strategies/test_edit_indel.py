@@ -319,7 +319,7 @@ def test_events_recordings_and_snapshots_show_text_that_moves(
     def make() -> dj.LLM:
         llm = dj.LLM(gate.model, strategy, warm_up=False, max_num_seqs=1, max_model_len=64)
         saver = snapshot.snapshot_saver(gate.model, strategy, llm.config, tmp_path)
-        llm.engine._save_snapshot = saver
+        llm.engine.save_snapshot = saver
         return llm
 
     llm = make()
