@@ -141,6 +141,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.verb is None:
         parser.print_help()
         raise SystemExit(DONE)
+    if not unknown and getattr(args, "config", None) is not None:
+        from dllm_jax.cli.config_file import words_of
+
+        at = argv.index(args.verb) + 1
+        args = parser.parse_args(
+            [*argv[:at], *words_of(args.config, _of(parser, args)), *argv[at:]]
+        )
     if unknown:
         flag = unknown[0].split("=")[0]
         close = difflib.get_close_matches(flag, _flags(parser, args), n=1)
@@ -153,6 +160,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
         apply_config(args)
     return args
+
+
+def _of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.ArgumentParser:
+    """The parser of the verb."""
+    (verbs,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return verbs.choices[args.verb]
 
 
 def _flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str]:

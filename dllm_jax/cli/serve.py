@@ -42,6 +42,11 @@ OF_FRONT = (
     Group("", flag("source MODEL", "as --model, which it takes the place of", nargs="?")),
     Group(
         "server",
+        flag(
+            "--config FILE",
+            "flags from a file, .yaml or .toml: `port: 80`; those of the command line win "
+            "(default: none)",
+        ),
         flag("--host", "address to listen on", default="127.0.0.1"),
         flag("--port", "0: any", whole(0, 65535), 8000),
         flag("--served-model-name NAME", "what requests call the model (default: MODEL)"),
@@ -142,6 +147,13 @@ OF_FRONT = (
 )
 OF_ENGINE = (  # what the engine process must know
     flags.MODEL,
+    Group(
+        "",
+        flag(
+            "--chat-template FILE",
+            "Jinja in the place of the model's chat template (default: the model's)",
+        ),
+    ),
     flags.strategy(),
     flags.DRAFT,
     flags.ENGINE,
@@ -257,6 +269,8 @@ def config_of(args: argparse.Namespace) -> "Config":
             raise
         raise UsageError(f"serve needs the package {error.name}; {_EXTRA}") from error
     _name_model(args)
+    if args.chat_template is not None:
+        _check_template(args.chat_template)
     if args.otlp_traces_endpoint is not None:
         _check_otel(args.otlp_traces_endpoint)
     keys = _keys(args.api_key, args.api_key_file, KEY_VARIABLE)
@@ -310,6 +324,17 @@ def config_of(args: argparse.Namespace) -> "Config":
     )
 
 
+def _check_template(path: str) -> None:
+    from jinja2 import Environment, TemplateError
+
+    from dllm_jax.cli.prompts import read_file
+
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(read_file("chat template", path))
+    except TemplateError as error:
+        raise UsageError(f"--chat-template {path!r} is no Jinja: {error}; mend it") from error
+
+
 def _check_otel(endpoint: str) -> None:
     if not endpoint.startswith(("http://", "https://")):
         raise UsageError(
@@ -360,7 +385,12 @@ def make_engine(settings: dict[str, Any], start: "Start") -> "Served":
     except UsageError as error:
         raise UnusableSettings(one_line(error)) from error
     yield_processor()
-    return served(llm)._replace(commands=Commands(llm, lambda path: _other(args, path)))
+    made = served(llm)
+    if args.chat_template is not None:
+        from dllm_jax.cli.prompts import read_file
+
+        made.facts.chat_template = read_file("chat template", args.chat_template)
+    return made._replace(commands=Commands(llm, lambda path: _other(args, path)))
 
 
 def _other(args: argparse.Namespace, path: str) -> Any:

@@ -107,6 +107,7 @@ class Facts(msgspec.Struct):
     """What the front must know of the model and the engine.
 
     Attributes:
+        chat_template: In the place of the tokenizer's; None: its own.
         tokenizer_folder: Where the tokenizer's files are; None for a model without one.
         thresholds: Knobs of the strategy: value, lowest, highest.
         infill: `suffix` can be filled in.
@@ -129,6 +130,7 @@ class Facts(msgspec.Struct):
     dtype: str
     jax: str
     tokenizer_folder: str | None = None
+    chat_template: str | None = None
     infill: bool = False
     causal: bool = False
     drafts: bool = False

@@ -48,6 +48,8 @@ class TextSide:
 
             mask = facts.mask_token_id if facts.mask_token_id >= 0 else None
             self.tokenizer = read_tokenizer(Path(facts.tokenizer_folder), mask)
+            if facts.chat_template is not None:
+                self.tokenizer.chat_template = facts.chat_template
         self.chats = self.chat_template is not None
         self._reach = None if self.tokenizer is None else reach(self.tokenizer)
         self._max_model_len = facts.max_model_len

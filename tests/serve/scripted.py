@@ -120,10 +120,11 @@ class Script:
 def make(settings, progress):
     """The engine of `settings`, after `slow` seconds."""
     from dllm_jax.loading.tokenizer import read_tokenizer
-    from dllm_jax.serve.child import Served
+    from dllm_jax.serve.child import Served, Start
 
     progress(1, 2)
-    progress.phase("load", 0.0, source="scripted")
+    if isinstance(progress, Start):
+        progress.phase("load", 0.0, source="scripted")
     time.sleep(settings.get("slow", 0))
     if settings.get("broken"):
         print("a line of the engine's own", file=sys.stderr)
