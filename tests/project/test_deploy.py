@@ -12,6 +12,7 @@ import yaml
 
 from dllm_jax.cli.entry import parse
 from dllm_jax.serve.app import ROUTES
+from dllm_jax.serve.metrics import HELP, STATES
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 
@@ -51,6 +52,9 @@ def test_manifest_probes_routes_that_exist_with_flags_that_exist():
     paths = {path for path, method, _ in ROUTES if method == "GET"}
     assert server["livenessProbe"]["httpGet"]["path"] == "/live" in paths
     assert server["readinessProbe"]["httpGet"]["path"] == "/health" in paths
+    startup = server["startupProbe"]
+    assert startup["httpGet"] == server["readinessProbe"]["httpGet"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= 1800  # a first compilation
     mounts = {one["mountPath"] for one in server["volumeMounts"]}
     assert str(Path(args.api_key_file).parent) in mounts
     assert pod["securityContext"]["runAsUser"] == 10001
@@ -61,3 +65,30 @@ def test_service_and_budget_select_the_pods():
     labels = found["Deployment"]["spec"]["template"]["metadata"]["labels"].items()
     assert found["Service"]["spec"]["selector"].items() <= labels
     assert found["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"].items() <= labels
+
+
+def test_pods_follow_the_queue_and_keep_what_is_compiled():
+    """Issue 50, item 8."""
+    found = manifest()
+    deployment, scaler = found["Deployment"], found["HorizontalPodAutoscaler"]["spec"]
+    target = {"kind": "Deployment", "name": deployment["metadata"]["name"]}
+    assert scaler["scaleTargetRef"].items() >= target.items()
+    (metric,) = scaler["metrics"]
+    assert metric["pods"]["metric"]["name"] in HELP
+    volumes = {one["name"]: one for one in deployment["spec"]["template"]["spec"]["volumes"]}
+    claim = volumes["cache"]["persistentVolumeClaim"]["claimName"]
+    assert claim == found["PersistentVolumeClaim"]["metadata"]["name"]
+
+
+def test_alerts_are_about_metrics_and_states_that_exist():
+    """Issue 50, item 8."""
+    (group,) = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"]
+    assert len(group["rules"]) >= 5
+    for rule in group["rules"]:
+        names = set(re.findall(r"\bdllm_\w+", rule["expr"]))
+        assert names
+        assert names <= HELP.keys()
+        assert set(re.findall(r'state="(\w+)"', rule["expr"])) <= set(STATES)
+        assert rule.keys() <= {"alert", "expr", "for", "labels", "annotations"}
+        assert rule["labels"]["severity"] in ("page", "ticket")
+        assert rule["annotations"]["summary"].endswith(".")
