@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dllm_jax.loading.model import Model
     from dllm_jax.loading.save import save
     from dllm_jax.models.sharding import Split
-    from dllm_jax.structured import After, Choice, Hole, JsonSchema, Regex
+    from dllm_jax.structured import After, Choice, Hole, JsonSchema, Regex, Tokens
     from dllm_jax.trace.trajectory import Trajectory, record
 
 __version__ = "0.1.0"
@@ -49,6 +49,7 @@ __all__ = [
     "SamplingParams",
     "Split",
     "StreamEvent",
+    "Tokens",
     "Trajectory",
     "convert",
     "generate",
@@ -78,6 +79,7 @@ _HOMES = {
     "SamplingParams": "engine.requests",
     "Split": "models.sharding",
     "StreamEvent": "engine.requests",
+    "Tokens": "structured",
     "Trajectory": "trace.trajectory",
     "generate": "api.generate",
     "load": "loading.load",

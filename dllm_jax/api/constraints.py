@@ -106,11 +106,13 @@ class Constraints:
         self, constraint: Any, stops: tuple[int, ...]
     ) -> tuple[grammars.Ready, ConstraintReport]:
         self._check()
-        if not isinstance(constraint, structured.Constraint | structured.After | structured.Tools):
+        known = structured.Constraint | structured.After | structured.Tools | structured.Tokens
+        if not isinstance(constraint, known):
             raise Refused(
                 f"constraint={checks.short_repr(constraint)} has type "
                 f"{type(constraint).__name__}; give "
-                "a Regex, a Choice or a JsonSchema of dllm_jax, or one of them within After",
+                "a Regex, a Choice or a JsonSchema of dllm_jax, one of them within After, or "
+                "Tokens",
                 "constraint",
             )
         key = constraint, stops
@@ -169,6 +171,8 @@ class Constraints:
 
     def _automaton(self, constraint: Any, stops: tuple[int, ...]) -> structured.TokenAutomaton:
         never, most_states = self._never(), grammars.BUCKETS[-1].states
+        if isinstance(constraint, structured.Tokens):
+            return constraint.automaton(self._model.config.vocab_size, stops, never)
         if not isinstance(constraint, structured.After):
             if self.is_apart:
                 return self._worker.compile(constraint, stops)

@@ -87,6 +87,10 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     priority: Annotated[int, _in("priority")] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_IDS)] | None = (
+        None
+    )
+    logit_bias: dict[str, float] | None = None
 
 
 class Completion(Sampling, forbid_unknown_fields=True, kw_only=True):
@@ -202,7 +206,6 @@ NEUTRAL: dict[str, tuple[Any, ...] | _Any] = {
     "length_penalty": (1,),
     "min_p": (0,),
     "min_tokens": (0,),
-    "logit_bias": ({},),
     "bad_words": ([],),
     "tools": ([],),
     "functions": ([],),
@@ -255,7 +258,10 @@ IGNORED = frozenset(
 _GUIDED = "use structured_outputs: {{{}: ...}}"
 _TOOLS = "tools are not supported; leave it out"
 _LOGPROBS = "log-probabilities are not supported; leave it out"
-_PENALTY = "penalties are not supported; leave it out (max_repetition_run ends a run)"
+_PENALTY = (
+    "a penalty is of the tokens before, and here the tokens of a window are drawn together; leave "
+    "it out (max_repetition_run ends a run)"
+)
 # Remedies where "leave it out" is not all there is to say.
 REMEDIES = {
     "guided_json": _GUIDED.format("json"),
@@ -273,7 +279,8 @@ REMEDIES = {
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
     "repetition_penalty": _PENALTY,
-    "logit_bias": "logits are not biased; leave it out",
+    "min_p": "thresholds are of the law without it; use top_p or top_k",
+    "bad_words": "only ids are banned; give logit_bias with -100 for them",
     "best_of": "candidates are not ranked; use n",
     "chat_template": "a caller's template is not run; the model's own is used",
     "reasoning_effort": "give what the chat template reads as chat_template_kwargs",
@@ -512,6 +519,15 @@ def constraint(body: Sampling) -> dict[str, Any] | None:
         Refusal: The body says it twice, or not at all.
     """
     form, outputs = body.response_format, body.structured_outputs
+    tokens = _tokens(body)
+    if tokens is not None and (form is not None or outputs is not None):
+        raise Refusal(
+            "allowed_token_ids and logit_bias hold texts of their own; leave them out, or "
+            "response_format and structured_outputs",
+            param="logit_bias" if body.allowed_token_ids is None else "allowed_token_ids",
+        )
+    if tokens is not None:
+        return {"tokens": tokens}
     form = None if form is None or form.type == "text" else form
     if form is not None and outputs is not None:
         raise Refusal(
@@ -539,6 +555,25 @@ def constraint(body: Sampling) -> dict[str, Any] | None:
 
 
 _ANY_OBJECT = {"type": "object"}
+MAX_ID = 2**31 - 1
+_BAN = -100.0  # OpenAI's bias that bans an id
+
+
+def _tokens(body: Sampling) -> dict[str, Any] | None:
+    """The ids that a text may be written with, as fields of `structured.Tokens`; None: all."""
+    banned = []
+    for key, bias in (body.logit_bias or {}).items():
+        if bias != _BAN or not key.isdecimal() or int(key) > MAX_ID:
+            raise Refusal(
+                f"logit_bias {shown(key)}: {bias:g} is no ban of an id; a bias would shift the law "
+                "that thresholds are compared with: give -100, or allowed_token_ids",
+                param="logit_bias",
+                code="unsupported_parameter",
+            )
+        banned.append(int(key))
+    if body.allowed_token_ids is None and not banned:
+        return None
+    return {"allowed": body.allowed_token_ids, "banned": banned}
 
 
 def _schema_of(form: ResponseFormat) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .allowed import Tokens
 from .automaton import Spellings, TokenAutomaton, behind_marker, closed, spellings
 from .limits import MOST_NESTED, Budget, TooLarge
 from .regex import byte_automaton
@@ -28,6 +29,7 @@ __all__ = [
     "Spellings",
     "Template",
     "TokenAutomaton",
+    "Tokens",
     "Tool",
     "Tools",
     "Turn",
@@ -191,9 +193,11 @@ class Template(Constraint):
         return [node for tree in trees for node in tree]
 
 
-def from_fields(fields: Mapping[str, Any]) -> Constraint | Tools:
-    """A constraint from one pair: regex, choice, json or tools and its value."""
+def from_fields(fields: Mapping[str, Any]) -> Constraint | Tools | Tokens:
+    """A constraint from one pair: regex, choice, json, tools or tokens and its value."""
     ((name, value),) = fields.items()
+    if name == "tokens":
+        return Tokens(**value)
     kinds = {"regex": Regex, "choice": Choice, "json": JsonSchema, "tools": Tools.of}
     return kinds[name](value)
 
