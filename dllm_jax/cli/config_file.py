@@ -1,6 +1,6 @@
 """`--config FILE`: flags of a verb from a YAML or TOML file, as words of its command line.
 
-Keys are names of flags, with dashes or underscores. All that is wrong in a file is told at once;
+Keys are names of flags, with dashes or underscores. All that is wrong in a file is one error;
 words of the command line come later, so that they win.
 """
 

@@ -1,4 +1,4 @@
-"""Ids that a text may be written with: an automaton of one state, with its stop ids behind it."""
+"""Ids that a text may be written with: an automaton of one state that stop ids end."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence

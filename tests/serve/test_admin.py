@@ -1,4 +1,4 @@
-"""Proves the administrator's routes (issue 50, item 6): off by default, behind a key of their own,
+"""Proves the administrator's routes (issue 50, item 6): off by default, with a key of their own,
 and on the built-in model: weights replaced and put back, sleep and wake, pause, drain.
 """
 
