@@ -80,48 +80,87 @@ class Turns:
         """An answer with the stages of its texts joined, and their messages."""
         texts, metrics = [], output.metrics
         for one in output.outputs:
-            tools, tokens, now, asked = request.params.constraint, [], one, request
-            turn, pieces, is_cut = Turn(tools, self._spelt, self._marks), [], False
+            tokens, pieces, now, asked = [], [], one, request
+            turn = Turn(request.params.constraint, self._spelt, self._marks)
+            walk = self._walk(asked, turn)
             for _ in range(MOST_STAGES):
-                limit = self._limit(asked)
-                whole = now.token_ids[: self._cut(asked, now, limit)]
-                pieces += turn.feed(whole)
+                pieces += turn.feed(walk.take(now.token_ids))
                 tokens += now.token_ids
-                is_cut = len(whole) < len(now.token_ids)
-                following = None
-                if now.finish_reason == "stop" and now.stop_reason is None and not is_cut:
-                    following = next_stage(asked, turn, now.token_ids, limit - len(whole))
+                following = next_stage(asked, now, walk)
                 if following is None:
                     break
                 (more,) = self._llm._run(lambda one, _: one, [following], None, False)
                 if more.error is not None:
                     output = dataclasses.replace(output, error=more.error)
+                    break
                 (now,), asked = more.outputs, following
+                walk = self._walk(asked, turn)
                 metrics = dataclasses.replace(metrics, nfe=metrics.nfe + more.metrics.nfe)
             pieces += turn.feed([], last=True)
-            reason = "length" if is_cut and now.finish_reason == "stop" else now.finish_reason
             text = self._llm.model.tokenizer.decode(tokens, skip_special_tokens=True)
             texts.append(
                 dataclasses.replace(
                     one,
                     text=one.text if asked is request else text,
                     token_ids=tokens,
-                    finish_reason=reason,
+                    finish_reason=walk.reason(now.finish_reason),
                     stop_reason=now.stop_reason,
-                    constraint_met=now.constraint_met and not is_cut,
+                    constraint_met=now.constraint_met and not walk.is_cut,
                     message=message_of(pieces, call_id),
                 )
             )
         return dataclasses.replace(output, outputs=texts, metrics=metrics)
 
-    def _limit(self, request: Request) -> int:
-        room = self._llm.engine.layout.max_model_len - len(request.prompt_token_ids)
-        return min(request.params.max_tokens or room, room)
+    def _walk(self, request: Request, turn: Turn) -> "Walk":
+        return walk_of(self._llm, request, turn)
 
-    def _cut(self, request: Request, text: Any, limit: int) -> int | None:
-        if text.finish_reason == "error":
-            return None
-        return cut_at(self._llm.constraints(request).grammar, text.token_ids, limit)
+
+class Walk:
+    """A text along its grammar: where its limit left it no choice but the shortest end.
+
+    Args:
+        grammar: With `start`, `delta`, `class_of` and `distance`; None: it is held to nothing.
+        limit: Tokens that the text may have.
+
+    Attributes:
+        left: Tokens that it may still have.
+        is_cut: A call was begun too late for its limit; what follows is not the model's.
+    """
+
+    def __init__(self, grammar: Any, turn: Turn, limit: int):
+        self._grammar, self.turn, self.left = grammar, turn, limit
+        self._state = 0 if grammar is None else int(grammar.start)
+        self.is_cut = False
+        self._look()
+
+    def take(self, tokens: Sequence[int]) -> list[int]:
+        """Those of the next tokens that are the model's."""
+        kept = []
+        for token in tokens:
+            if self.is_cut:
+                break
+            kept.append(token)
+            self.left -= 1
+            if self._grammar is not None:
+                of = self._grammar.class_of[token]
+                self._state = int(self._grammar.delta[self._state, of])
+                self._look()
+        return kept
+
+    def _look(self) -> None:
+        needed = 0 if self._grammar is None else int(self._grammar.distance[self._state])
+        self.is_cut = needed > 0 and self.left <= needed
+
+    def reason(self, finish: str | None) -> str | None:
+        """Why the text ended."""
+        return "length" if finish == "stop" and self.is_cut else finish
+
+
+def walk_of(llm: Any, request: Request, turn: Turn) -> Walk:
+    """The walk of a request's text, whose automaton is kept or compiled."""
+    room = llm.engine.layout.max_model_len - len(request.prompt_token_ids)
+    grammar = llm.constraints(request).grammar
+    return Walk(grammar, turn, min(request.params.max_tokens or room, room))
 
 
 def call_id() -> str:
@@ -129,40 +168,23 @@ def call_id() -> str:
     return "call_" + "".join(secrets.choice(string.ascii_letters) for _ in range(24))
 
 
-def cut_at(grammar: Any, tokens: Sequence[int], limit: int) -> int | None:
-    """From which token on the limit left a text no choice but its shortest end; None: nowhere.
-
-    Args:
-        grammar: With `start`, `delta`, `class_of` and `distance`.
-        limit: Tokens that the text may have.
-    """
-    state = int(grammar.start)
-    for count, token in enumerate([None, *tokens]):
-        if token is not None:
-            state = int(grammar.delta[state, grammar.class_of[token]])
-        left = int(grammar.distance[state])
-        if left and limit - count <= left:
-            return count
-    return None
-
-
-def next_stage(request: Request, turn: Turn, tokens: list[int], room: int) -> Request | None:
+def next_stage(request: Request, text: Any, walk: Walk) -> Request | None:
     """The request that goes on with the arguments which a text ended before; None: there is none.
 
     Args:
-        tokens: All that the request's text has.
-        room: Tokens that are left.
+        text: What `request` came to (`CompletionOutput`).
     """
-    tools = request.params.constraint
-    if turn.waits is None or room < 1:
+    is_whole = text.finish_reason == "stop" and text.stop_reason is None and not walk.is_cut
+    if walk.turn.waits is None or not is_whole or walk.left < 1:
         return None
+    tools = request.params.constraint
     params = dataclasses.replace(
         request.params,
-        constraint=dataclasses.replace(tools, stage=turn.waits, inside=False),
-        max_tokens=room,
+        constraint=dataclasses.replace(tools, stage=walk.turn.waits, inside=False),
+        max_tokens=walk.left,
         n=1,
     )
-    ids = [*request.prompt_token_ids, *tokens]
+    ids = [*request.prompt_token_ids, *text.token_ids]
     return dataclasses.replace(
         request, prompt_token_ids=ids, params=params, grammar=None, request_id=None
     )

@@ -172,6 +172,12 @@ OF_ENGINE = (  # what the engine process must know
             "such request waits while a thread compiles them (default: only on an accelerator)",
             action=argparse.BooleanOptionalAction,
         ),
+        flag(
+            "--tool-format NAME",
+            "how tools and calls stand in the texts of a model whose template has none "
+            "(docs/agents.md)",
+            ("hermes",),
+        ),
     ),
     Group(
         "several hosts",
@@ -386,6 +392,7 @@ def make_engine(settings: dict[str, Any], start: "Start") -> "Served":
         raise UnusableSettings(one_line(error)) from error
     yield_processor()
     made = served(llm)
+    made.facts.tool_format = args.tool_format
     if args.chat_template is not None:
         from dllm_jax.cli.prompts import read_file
 
@@ -450,6 +457,7 @@ def served(llm: Any) -> "Served":
     """What the engine process serves of an `LLM`."""
     from jax.errors import JaxRuntimeError
 
+    from dllm_jax.api.calls import Walk, walk_of
     from dllm_jax.api.decide import log_probabilities, passes
     from dllm_jax.api.infill import infill_request
     from dllm_jax.api.questions import Read
@@ -457,6 +465,7 @@ def served(llm: Any) -> "Served":
     from dllm_jax.engine.requests import Request
     from dllm_jax.serve.child import Served, facts_of
     from dllm_jax.serve.side_work import Work
+    from dllm_jax.structured import Tools, Turn, mark_ids, token_bytes
 
     def request(ids: list[int], suffix: list[int] | None, fields: dict[str, Any]) -> Request:
         made = Request(prompt_token_ids=ids, **fields)
@@ -482,9 +491,22 @@ def served(llm: Any) -> "Served":
         found = llm.constraints.missing(made)
         return None if found is None else Work(*found)
 
+    def walk(made: Request, before: Walk | None) -> Walk | None:
+        tools = made.params.constraint
+        if not isinstance(tools, Tools):
+            return None
+        turn = Turn(tools, spelt(), marks) if before is None else before.turn
+        return walk_of(llm, made, turn)
+
+    @functools.cache
+    def spelt() -> list[bytes | None]:
+        return token_bytes(tokenizer)
+
+    tokenizer = llm.model.tokenizer
+    marks = {} if tokenizer is None else mark_ids(tokenizer.get_added_vocab())
     llm.constraints.is_apart = True
-    facts, tokenizer = facts_of(llm), llm.model.tokenizer
-    return Served(llm.engine, facts, tokenizer, request, read, missing, _device_bytes)
+    facts = facts_of(llm)
+    return Served(llm.engine, facts, tokenizer, request, read, missing, _device_bytes, walk=walk)
 
 
 def _device_bytes() -> list[tuple[int, int]]:

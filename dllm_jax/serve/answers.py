@@ -70,7 +70,7 @@ class Form:
 
     def piece(self, delta: Delta) -> dict[str, Any]:
         """A chunk of text, the last one with its reason."""
-        finish, stop = _ending(delta)
+        finish, stop = ending(delta)
         content = {"delta": {"content": delta.text}} if self.is_chat else {"text": delta.text}
         choice = {"index": delta.choice, **content, "logprobs": None, "finish_reason": finish}
         if finish is not None:
@@ -93,7 +93,7 @@ class Form:
         """The answer to a request without `stream`."""
         choices = []
         for delta in texts:
-            finish, stop = _ending(delta)
+            finish, stop = ending(delta)
             message = {"role": "assistant", "content": delta.text, "refusal": None}
             content = {"message": message} if self.is_chat else {"text": delta.text}
             ends = {"logprobs": None, "finish_reason": finish, "stop_reason": stop}
@@ -152,7 +152,8 @@ class Window:
         return {"nfe": frame.nfe, "at": frame.at, "size": size, "set": changed, "clear": holes}
 
 
-def _ending(delta: Delta) -> tuple[str | None, str | int | None]:
+def ending(delta: Delta) -> tuple[str | None, str | int | None]:
+    """`finish_reason` and `stop_reason` of a text; None while it runs."""
     if delta.finish is None:
         return None, None
     finish, stop = _ENDS[delta.finish]

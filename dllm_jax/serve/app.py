@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route, Router
 
-from dllm_jax.serve import admin, decisions, generating, page, reading
+from dllm_jax.serve import admin, decisions, generating, messages, page, reading, responses
 from dllm_jax.serve.exchange import JSON, Call, Endpoint, Json
 from dllm_jax.serve.gate import Gate
 from dllm_jax.serve.metrics import CONTENT_TYPE
@@ -91,6 +91,9 @@ async def page_file(service: Service, call: Call) -> Any:
 ROUTES = (
     ("/v1/completions", "POST", generating.completions),
     ("/v1/chat/completions", "POST", generating.chat),
+    ("/v1/messages", "POST", messages.messages),
+    ("/v1/messages/count_tokens", "POST", messages.count_tokens),
+    ("/v1/responses", "POST", responses.responses),
     ("/health", "GET", health),
     ("/metrics", "GET", metrics),
     ("/live", "GET", live),

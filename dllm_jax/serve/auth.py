@@ -51,9 +51,10 @@ class Guard:
         """
         if path not in self._open:
             if self._digests:
-                return (
-                    f"key {self._check_key(headers.get(b'authorization', b'').decode('latin-1'))}"
-                )
+                said = headers.get(b"authorization", b"").decode("latin-1")
+                if not said and (key := headers.get(b"x-api-key")):  # as Anthropic's clients send
+                    said = f"Bearer {key.decode('latin-1')}"
+                return f"key {self._check_key(said)}"
             self._check_host(headers.get(b"host", b""))
         if not peer:
             return ""

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from dllm_jax import structured
+from dllm_jax.api.calls import next_stage
 from dllm_jax.api.questions import Read
 from dllm_jax.engine.checks import Refused
 from dllm_jax.engine.faults import Faults
@@ -56,6 +57,8 @@ class Served(NamedTuple):
             None: none.
         devices: As `Counts.devices`.
         commands: Of an administrator, by name; None: there are none.
+        walk: A text of a request with tools along its grammar (`api.calls.Walk`), behind the walk
+            of an earlier stage; None for other requests.
     """
 
     engine: Any
@@ -66,6 +69,7 @@ class Served(NamedTuple):
     missing: Callable[[Request], Work | None] = lambda request: None
     devices: Callable[[], list[tuple[int, int]]] = list
     commands: "Commands | None" = None
+    walk: Callable[[Request, Any], Any] = lambda request, before: None
 
 
 class Commands(Protocol):
@@ -218,13 +222,35 @@ class _Parked(NamedTuple):
     since_s: float
 
 
+class _Prompt:
+    """A prompt of a request, and the stages of its texts that run or wait."""
+
+    def __init__(self, add: pipe.Add):
+        self.add, self.num_open = add, 0
+        self.usages: list[Usage] = []
+        self.until_s: float | None = None
+
+
 class _Live:
     """A prompt in the engine: where its texts go and what was said of them."""
 
-    def __init__(self, add: pipe.Add, number: int, n: int):
-        self.id, self.first, self.stream = add.id, number * n, add.stream
+    def __init__(self, prompt: _Prompt, request: Request, first: int, told: int, walks: list[Any]):
+        add = prompt.add
+        self.id, self.first, self.stream, self.has_ids = add.id, first, add.stream, add.ids
+        self.prompt, self.request, self.walks = prompt, request, walks
         self.news = News(every=add.denoise)
-        self.num_tokens = [0] * n
+        self.num_tokens = [told] * request.params.n
+        prompt.num_open += 1
+
+
+class _Stage(NamedTuple):
+    """A further stage of a text, which waits for its grammar."""
+
+    prompt: _Prompt
+    request: Request
+    choice: int
+    told: int
+    walk: Any
 
 
 class Loop:
@@ -247,7 +273,8 @@ class Loop:
         self._reading = SideWork("questions wait to be read", "decisions_busy", self._ring)
         self._chores = SideWork("weights wait to be read", "weights_busy", self._ring)
         self._commands: deque[pipe.Command] = deque()  # which wait until no request runs
-        self._parked: dict[int, _Parked] = {}
+        self._parked: dict[int, _Parked | _Stage] = {}
+        self._num_stages = 0
         self._live: dict[str, _Live] = {}
         self._prompts: dict[int, list[str]] = {}
         self._pieces: dict[int, str] = {}
@@ -330,9 +357,14 @@ class Loop:
                 try:
                     if done.error is not None:
                         raise done.error
-                    self._queue(*parked)
+                    if isinstance(parked, _Stage):
+                        self._add_stage(parked)
+                        parked.prompt.num_open -= 1  # it was counted while it waited
+                    else:
+                        self._queue(*parked)
                 except Exception as error:
-                    self._end(request_id, error)
+                    of = parked.prompt.add.id if isinstance(parked, _Stage) else request_id
+                    self._end(of, error)
         for done in self._reading.take():
             for request_id in done.request_ids:
                 if done.error is None:
@@ -374,6 +406,8 @@ class Loop:
             return
         self._abort(request_id)
         param, code = getattr(error, "param", None), getattr(error, "code", "invalid_value")
+        if param == "constraint" and str(error).startswith("tools["):  # a tool's own schema
+            param, code = str(error).partition(":")[0], "invalid_tool"
         status = getattr(error, "status", 400)
         self._outbox.queue(pipe.Refused(request_id, str(error), param, code, status))
 
@@ -429,9 +463,39 @@ class Loop:
         for number, request in enumerate(requests):
             name = self._engine.add(dataclasses.replace(request, deadline_s=deadline_s))
             names.append(name)
-            self._live[name] = _Live(add, number, request.params.n)
+            n, prompt = request.params.n, _Prompt(add)
+            if deadline_s is not None:
+                prompt.until_s = time.perf_counter() + deadline_s
+            walks = [self._served.walk(request, None) for _ in range(n)]
+            self._live[name] = _Live(prompt, request, number * n, 0, walks)
         if add.stream:
             self._outbox.queue(pipe.Accepted(add.id))
+
+    def _put_stage(self, stage: _Stage) -> None:
+        """Let a text go on, once its grammar is there."""
+        self._num_stages += 1
+        add, key = stage.prompt.add, -self._num_stages  # ids of requests are not negative
+        work = self._served.missing(stage.request)
+        if work is None:
+            self._add_stage(stage)
+            return
+        self._making.put(add.client, key, work)
+        self._parked[key] = stage
+        stage.prompt.num_open += 1
+
+    def _add_stage(self, stage: _Stage) -> None:
+        prompt, request = stage.prompt, stage.request
+        left_s = None if prompt.until_s is None else prompt.until_s - time.perf_counter()
+        name = self._engine.add(
+            dataclasses.replace(
+                request,
+                request_id=f"{prompt.add.id}.{stage.choice}.stage{self._num_stages}",
+                deadline_s=None if left_s is None else max(left_s, _SOON_S),
+            )
+        )
+        self._prompts[prompt.add.id].append(name)
+        walk = self._served.walk(request, stage.walk)
+        self._live[name] = _Live(prompt, request, stage.choice, stage.told, [walk])
 
     def _ask(self, ask: pipe.Ask) -> None:
         """Read texts in a thread: a forward of them may take as long as hundreds of steps."""
@@ -445,8 +509,10 @@ class Loop:
         self._reading.put(ask.client, ask.id, Work(ask.id, read))
 
     def _abort(self, request_id: int) -> None:
-        if self._parked.pop(request_id, None) is not None:
-            self._making.drop(request_id)
+        for key, one in list(self._parked.items()):
+            if request_id in (key, one.prompt.add.id if isinstance(one, _Stage) else key):
+                del self._parked[key]
+                self._making.drop(key)
         self._reading.drop(request_id)
         for name in self._prompts.pop(request_id, ()):
             if self._live.pop(name, None) is not None:
@@ -467,30 +533,44 @@ class Loop:
         deltas = []
         for event in live.news.of(output):
             one = output.outputs[event.index]
-            live.num_tokens[event.index] += len(event.token_ids)
+            ids, finish = event.token_ids, event.finish_reason
+            live.num_tokens[event.index] += len(ids)
+            if (walk := live.walks[event.index]) is not None:
+                ids = walk.take(ids)
+                walk.turn.feed(ids)
+                stage = next_stage(live.request, one, walk)
+                if stage is not None:
+                    choice, told = live.first + event.index, live.num_tokens[event.index]
+                    self._put_stage(_Stage(live.prompt, stage, choice, told, walk))
+                finish = walk.reason(finish) if stage is None else None
             delta = Delta(
                 id=live.id,
                 choice=live.first + event.index,
                 text=event.text,
                 num_tokens=live.num_tokens[event.index],
-                finish=event.finish_reason,
+                finish=finish,
                 stop_reason=one.stop_reason,
-                error=output.error if event.finish_reason == "error" else None,
+                error=output.error if finish == "error" else None,
+                ids=list(ids) if live.has_ids else [],
             )
             if event.window and not event.finish_reason:
                 cells = [None if cell is None else self._piece(cell) for cell in event.window]
                 delta.frame = Frame(delta.num_tokens, output.metrics.nfe, cells)
             deltas.append(delta)
         if output.finished:
+            prompt, names = live.prompt, self._prompts[live.id]
             del self._live[output.request_id]
-            names = self._prompts[live.id]
             names.remove(output.request_id)
+            prompt.usages.append(_usage(output))
+            prompt.num_open -= 1
+            if prompt.num_open:  # a text goes on
+                return deltas
             if not names:
                 del self._prompts[live.id]
             if not deltas:  # every text had ended before
                 last = len(output.outputs) - 1
                 deltas = [Delta(live.id, live.first + last, "", live.num_tokens[last])]
-            deltas[-1].usage = _usage(output)
+            deltas[-1].usage = _together(prompt.usages)
         return deltas
 
     def _counts(self, stats: Any, steps: list[tuple[int, float]]) -> Counts:
@@ -537,6 +617,14 @@ def _usage(output: RequestOutput) -> Usage:
         ttfb_s=metrics.ttfb_s,
         e2e_s=metrics.e2e_s,
     )
+
+
+def _together(stages: list[Usage]) -> Usage:
+    """Of a prompt whose texts came in stages, the first one first."""
+    first, *others = stages
+    for name in ("nfe", "prefill_nfe", "num_preemptions", "written", "e2e_s"):
+        setattr(first, name, getattr(first, name) + sum(getattr(one, name) for one in others))
+    return first
 
 
 def facts_of(llm: Any) -> Facts:

@@ -329,6 +329,7 @@ class EngineClient:
         deadline_s: float | None = None,
         priority: int = 0,
         client: str = "",
+        ids: bool = False,
     ) -> Mailbox:
         """Hand prompts to the engine, which queues all or none; `release` the mailbox in the end.
 
@@ -339,7 +340,7 @@ class EngineClient:
         n = params.get("n", 1)
         box = Mailbox(next(self._ids), len(prompts) * n, len(prompts))
         box.client = client
-        add = pipe.Add(box.id, prompts, params, stream, denoise, deadline_s, priority, client)
+        add = pipe.Add(box.id, prompts, params, stream, denoise, deadline_s, priority, client, ids)
         self._send(add)
         self._begin()
         self._boxes[box.id] = box

@@ -20,21 +20,22 @@ class Json:
 
     Attributes:
         headers: Its header fields.
+        body, status: What it says.
     """
 
     def __init__(
         self, content: Any, status_code: int = 200, headers: Mapping[str, str] | None = None
     ):
-        self._body, self._status = _ENCODER.encode(content), status_code
-        self.headers = [_TYPE, (b"content-length", b"%d" % len(self._body))]
+        self.body, self.status = _ENCODER.encode(content), status_code
+        self.headers = [_TYPE, (b"content-length", b"%d" % len(self.body))]
         for name, value in (headers or {}).items():
             self.headers.append((name.encode("latin-1"), value.encode("latin-1")))
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Send it."""
-        start = {"type": "http.response.start", "status": self._status, "headers": self.headers}
+        start = {"type": "http.response.start", "status": self.status, "headers": self.headers}
         await send(start)
-        await send({"type": "http.response.body", "body": self._body})
+        await send({"type": "http.response.body", "body": self.body})
 
 
 class Elsewhere:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from starlette.exceptions import HTTPException
 
 from dllm_jax.serve import logs
@@ -13,7 +14,7 @@ from dllm_jax.serve.auth import BASIC, Guard
 from dllm_jax.serve.client import EngineGone, RequestFailed
 from dllm_jax.serve.exchange import Call, Elsewhere, Endpoint, Json
 from dllm_jax.serve.pipe import Delta, total
-from dllm_jax.serve.refusals import Refusal, error_object
+from dllm_jax.serve.refusals import Refusal, anthropic_error, error_object
 from dllm_jax.serve.service import Service
 from dllm_jax.serve.stream import ClientGone, internal_error
 
@@ -67,7 +68,20 @@ class Gate:
             self._tell(call)
 
     def _answer(self, error: Exception, call: Call) -> Json:
-        """The error object of an exception."""
+        """The error object of an exception, in the form of its route."""
+        answer = self._error(error, call)
+        if not call.scope["path"].startswith("/v1/messages"):
+            return answer
+        said = msgspec.json.decode(answer.body)["error"]
+        message, param = said["message"], said["param"] or ""
+        if param not in message:
+            message = f"{param}: {message}"
+        headers = {name.decode(): value.decode() for name, value in answer.headers[2:]}
+        body = anthropic_error(message, answer.status, call.id)
+        return Json(body, answer.status, headers=headers)
+
+    def _error(self, error: Exception, call: Call) -> Json:
+        """OpenAI's error object of an exception."""
         if isinstance(error, Refusal):
             answer = Json(error.body, error.status, headers=error.headers)
             if error.status == 401:

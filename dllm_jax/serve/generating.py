@@ -1,5 +1,6 @@
 """`/v1/completions` and `/v1/chat/completions`: bodies to prompts, accepted requests to answers."""
 
+import functools
 import time
 from typing import Any
 
@@ -16,6 +17,9 @@ from dllm_jax.serve.refusals import Refusal, shown
 from dllm_jax.serve.service import Service
 from dllm_jax.serve.stream import EventStream, whole
 from dllm_jax.serve.text import TextSide
+from dllm_jax.serve.turns import ChatForm, Texts, TurnStream
+from dllm_jax.structured import Tools
+from dllm_jax.structured.offers import BadTool, offered
 
 SEED_MODULUS = 2**32  # a random key is made from 32 bits
 MAX_CONSTRAINT_BYTES = 128 << 10
@@ -64,10 +68,18 @@ async def completions(service: Service, call: Call) -> Any:
 async def chat(service: Service, call: Call) -> Any:
     """`/v1/chat/completions`."""
     service.check_state()
-    body = await service.read(call, wire.Chat)
+    return await answer_chat(service, call, await service.read(call, wire.Chat))
+
+
+async def answer_chat(service: Service, call: Call, body: wire.Chat, make_form: Any = None) -> Any:
+    """The answer to a conversation.
+
+    Args:
+        make_form: The form of another route, of the arguments of `Form` and `Texts`.
+    """
     facts, text = service.ready()
     service.check_model(body.model)
-    ids = await text.run(call.size, chat_ids, text, body.messages, body.chat_template_kwargs)
+    ids, tools = await text.run(call.size, read_chat, text, body)
     if (
         body.max_tokens is not None
         and body.max_completion_tokens is not None
@@ -80,7 +92,32 @@ async def chat(service: Service, call: Call) -> Any:
         )
     room = max(1, facts.max_model_len - len(ids))
     most = body.max_completion_tokens or body.max_tokens or room
-    return await _generate(service, call, body, facts, [Prompt(ids)], most)
+    return await _generate(service, call, body, facts, [Prompt(ids)], most, tools, make_form)
+
+
+def read_chat(text: TextSide, body: wire.Chat) -> tuple[list[int], Tools | None]:
+    """The prompt of a conversation, and what its answer is held to or read by.
+
+    Raises:
+        Refusal: The tools are none, or the conversation is.
+    """
+    try:
+        offer = offered(body.tools, body.tool_choice, body.parallel_tool_calls)
+    except BadTool as error:
+        raise Refusal(str(error), param=error.param, code=error.code) from None
+    if offer is not None:
+        for name in ("response_format", "structured_outputs"):
+            asked = getattr(body, name)
+            if asked is not None and getattr(asked, "type", None) != "text":
+                raise Refusal(
+                    f"{name} with tools: both say what the text must be; give one",
+                    param=name,
+                    code="unsupported_parameter",
+                )
+    fields = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None and "enable_thinking" in (text.chat_template or ""):
+        fields.setdefault("enable_thinking", body.reasoning_effort not in ("none", "minimal"))
+    return text.prompt(body.messages, fields, offer=offer)
 
 
 def chat_ids(
@@ -90,7 +127,7 @@ def chat_ids(
     least: int = 0,
 ) -> list[int]:
     """Token ids of a conversation; `least` as in `TextSide.ids`."""
-    return text.prompt(turns, template_fields, least)
+    return text.prompt(turns, template_fields, least)[0]
 
 
 async def _generate(
@@ -100,6 +137,8 @@ async def _generate(
     facts: Facts,
     prompts: list[Prompt],
     max_tokens: int,
+    tools: Tools | None = None,
+    make_form: Any = None,
 ) -> Any:
     """Queue the prompts; the answer once they are accepted."""
     is_chat = isinstance(body, wire.Chat)
@@ -119,7 +158,7 @@ async def _generate(
     for name, is_given in (("stream_mode", denoise), ("stream_options", body.stream_options)):
         if is_given and not body.stream:
             raise Refusal(f"{name} needs stream: true; set it or leave this out", param=name)
-    params = _params(body, facts, max_tokens)
+    params = _params(body, facts, max_tokens, tools)
     num_texts = len(prompts) * params["n"]
     engine = service.engine
     has_open = engine.has_open_of(call.client)
@@ -133,10 +172,17 @@ async def _generate(
         deadline_s=service.config.limits.request_timeout,
         priority=service.admission.priority(body.priority),
         client=call.client,
+        ids=tools is not None,
     )
     system = fingerprint(service.config.version, facts)
     version = engine.counts.weight_version if service.config.weights_root else None
-    form = Form(is_chat, service.config.model, system, num_prompt_tokens, version)
+    given = is_chat, service.config.model, system, num_prompt_tokens, version
+    form, kind = Form(*given), EventStream
+    texts = Texts(None if tools is None else functools.partial(service.ready()[1].turn, tools))
+    if make_form is not None:
+        form, kind = make_form(given, texts), TurnStream
+    elif tools is not None and isinstance(body, wire.Chat):
+        form, kind = _turns(body, tools, texts, given), TurnStream
     if body.stream:
         try:
             await box.accepted()
@@ -145,7 +191,7 @@ async def _generate(
             raise
         options = body.stream_options or wire.StreamOptions()
         running = bool(options.continuous_usage_stats)
-        stream = EventStream(
+        stream = kind(
             box,
             form,
             service.metrics,
@@ -155,16 +201,27 @@ async def _generate(
         )
         return _Tracked(service, stream, box, call, denoise)
     try:
-        texts = await whole(box, call.scope["dllm.connection"])
-        call.texts, call.usages = texts, box.usages
+        deltas = await whole(box, call.scope["dllm.connection"])
+        call.texts, call.usages = deltas, box.usages
     finally:
         _ended(service, box, call)
-    return Json(form.whole(texts, box.usages))
+    return Json(form.whole(deltas, box.usages))
 
 
-def _params(body: wire.Sampling, facts: Facts, max_tokens: int) -> dict[str, Any]:
+def _turns(body: wire.Chat, tools: Tools, texts: Texts, given: Any) -> ChatForm:
+    """The form of an answer that is read as turns."""
+    is_certain = bool(tools.tools) and tools.choice not in ("auto", "none")
+    shows_thoughts = body.include_reasoning is not False
+    return ChatForm(*given, texts=texts, is_certain=is_certain, shows_thoughts=shows_thoughts)
+
+
+def _params(
+    body: wire.Sampling, facts: Facts, max_tokens: int, tools: Tools | None = None
+) -> dict[str, Any]:
     """Fields of `SamplingParams`; the constraint as the engine process reads it."""
     constraint, overrides = _constraint(body), body.strategy_overrides or {}
+    if tools is not None and tools.tools:
+        constraint = {"tools": tools.fields}
     try:
         ranges = {name: (low, high) for name, (_, low, high) in facts.thresholds.items()}
         check_thresholds(overrides, ranges)

@@ -47,6 +47,7 @@ class Add(Message):
 
     Attributes:
         client: Who shares the engine with the others, fairly.
+        ids: Send the ids of each piece, too.
     """
 
     id: int
@@ -57,6 +58,7 @@ class Add(Message):
     deadline_s: float | None
     priority: int
     client: str = ""
+    ids: bool = False
 
 
 class Ask(Message):
@@ -113,6 +115,7 @@ class Facts(msgspec.Struct):
         infill: `suffix` can be filled in.
         causal: Decoded token by token: no forward is a denoising step.
         sampling: Of requests that name none.
+        tool_format: How tools stand in texts, for a template without tools.
         attention, shift, answer_end, routing_block: How questions are laid out
             (`api.questions.Reading`).
     """
@@ -139,6 +142,7 @@ class Facts(msgspec.Struct):
     shift: bool = False
     answer_end: int | None = None
     routing_block: int = 1
+    tool_format: str | None = None
 
 
 class Ready(Message):
@@ -222,6 +226,7 @@ class Delta(msgspec.Struct, array_like=True):
         choice: `prompt * n + sample`.
         num_tokens: Settled tokens in all.
         usage: On the last delta of a prompt.
+        ids: The tokens that are new, where they were asked for.
     """
 
     id: int
@@ -233,10 +238,12 @@ class Delta(msgspec.Struct, array_like=True):
     error: str | None = None
     frame: Frame | None = None
     usage: Usage | None = None
+    ids: list[int] = []
 
     def merge(self, later: "Delta") -> None:
         """Become what a reader of both would know."""
         self.text += later.text
+        self.ids = self.ids + later.ids
         self.num_tokens = later.num_tokens
         self.finish = later.finish or self.finish
         self.stop_reason = self.stop_reason if later.stop_reason is None else later.stop_reason

@@ -65,6 +65,24 @@ def error_object(
     return {"error": {"message": one_line(message), "type": kind, "param": param, "code": code}}
 
 
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(message: str, status: int, request_id: str) -> dict[str, Any]:
+    """Anthropic's error object."""
+    kind = _ANTHROPIC.get(status, "invalid_request_error")
+    error = {"type": kind, "message": one_line(message)}
+    return {"type": "error", "error": error, "request_id": request_id}
+
+
 def shown(value: Any) -> str:
     """A caller's value as JSON, cut short."""
     try:

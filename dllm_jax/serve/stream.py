@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from dllm_jax.serve import limits
-from dllm_jax.serve.answers import Form, Window
+from dllm_jax.serve.answers import Window
 from dllm_jax.serve.client import Mailbox, RequestFailed
 from dllm_jax.serve.metrics import Metrics
 from dllm_jax.serve.pipe import Delta, Frame
@@ -57,6 +57,11 @@ def event(content: dict[str, Any]) -> bytes:
     return b"data: " + _json(content) + b"\n\n"
 
 
+def named_event(content: dict[str, Any]) -> bytes:
+    """One event of a stream whose clients read its name, which is the content's type."""
+    return b"event: " + content["type"].encode() + b"\ndata: " + _json(content) + b"\n\n"
+
+
 class EventStream:
     """A stream of one request, as an ASGI response.
 
@@ -69,10 +74,12 @@ class EventStream:
         error: What was said in an error event.
     """
 
+    keep_alive = _KEEP_ALIVE
+
     def __init__(
         self,
         box: Mailbox,
-        form: Form,
+        form: Any,
         metrics: Metrics,
         request_id: str,
         *,
@@ -117,7 +124,7 @@ class EventStream:
                 if is_over:
                     data += self._ending()
                 elif self._is_silent:
-                    data = data or _KEEP_ALIVE
+                    data = data or self.keep_alive
                 if data:
                     self._sent_s, self._is_sending, self._is_silent = time.monotonic(), True, False
                     await send(
@@ -186,16 +193,10 @@ class EventStream:
                 self.finishes.append(delta)
                 self.error = delta.error or "no reason given"
                 return
-            if delta.text or delta.finish is not None:
+            if delta.text or delta.ids or delta.finish is not None:
                 if delta.text:
                     self._observe_gap(delta.choice, now)
-                if self._form.is_chat and delta.choice not in self._roles:
-                    self._roles.add(delta.choice)
-                    yield event(self._form.role(delta.choice))
-                if delta.finish is None and not self._running_usage:
-                    yield self._text(delta)
-                else:
-                    yield event(self._piece(delta))
+                yield from self._chunks(delta)
             if delta.finish is not None:
                 self.finishes.append(delta)
                 self._ended.add(delta.choice)
@@ -207,6 +208,16 @@ class EventStream:
         if self._held and now >= self._frame_at + FRAME_SECONDS:
             self._frame_at = now
             yield from self._frames()
+
+    def _chunks(self, delta: Delta) -> Iterator[bytes]:
+        """The events of new text or of an end."""
+        if self._form.is_chat and delta.choice not in self._roles:
+            self._roles.add(delta.choice)
+            yield event(self._form.role(delta.choice))
+        if delta.finish is None and not self._running_usage:
+            yield self._text(delta)
+        else:
+            yield event(self._piece(delta))
 
     def _text(self, delta: Delta) -> bytes:
         """A piece of which only the text is new."""

@@ -14,10 +14,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from dllm_jax import structured
 from dllm_jax.loading.reach import Reach, reach
+from dllm_jax.loading.tool_forms import ToolForm
 from dllm_jax.serve.pipe import Facts
 from dllm_jax.serve.refusals import Refusal, shown
 from dllm_jax.serve.wire import Turn, text_of
+from dllm_jax.structured import Tools
+from dllm_jax.structured.offers import Offer
 
 INLINE_CHARS = 1024  # shorter texts cost less than a change of threads
 SHORT_CHARS = 64 << 10  # longer texts wait for each other alone
@@ -37,11 +41,12 @@ class TextSide:
         tokenizer: None for a model without one (`random:NAME`).
         source, defaults: What `loading.chat` reads of a model.
         chats: The model has a chat template.
+        tool_format: Of a template without tools (`loading.tool_forms`).
     """
 
     def __init__(self, facts: Facts):
         self.source, self.defaults = facts.source, _Family(facts.family)
-        self.vocab_size = facts.vocab_size
+        self.vocab_size, self.tool_format = facts.vocab_size, facts.tool_format
         self.tokenizer: Any = None
         if facts.tokenizer_folder is not None:
             from dllm_jax.loading.tokenizer import read_tokenizer
@@ -147,19 +152,44 @@ class TextSide:
                     param=f"{param}[{i}]",
                 )
 
+    @functools.cached_property
+    def form(self) -> ToolForm:
+        """How the template has calls and thoughts.
+
+        Raises:
+            ValueError: There is no form of the name that was given.
+        """
+        from dllm_jax.loading.tool_forms import NO_FORM, tool_form
+
+        return tool_form(self, self.tool_format) if self.chats else NO_FORM
+
+    def turn(self, tools: Tools) -> structured.Turn:
+        """A turn that is to be read."""
+        return structured.Turn(tools, *self._spelt)
+
+    @functools.cached_property
+    def _spelt(self) -> tuple[list[bytes | None], dict[str, int]]:
+        reader = self._reader("tools")
+        return structured.token_bytes(reader), structured.mark_ids(reader.get_added_vocab())
+
     def prompt(
-        self, turns: list[Turn], template_fields: dict[str, Any] | None, least: int = 0
-    ) -> list[int]:
-        """Ids of a conversation as the model reads it.
+        self,
+        turns: list[Turn],
+        template_fields: dict[str, Any] | None,
+        least: int = 0,
+        offer: Offer | None = None,
+    ) -> tuple[list[int], Tools | None]:
+        """Ids of a conversation as the model reads it, and what its answer is held to or read by.
 
         Args:
             least: As of `ids`.
+            offer: The tools.
 
         Raises:
             Refusal: The model has no chat template, or it does not take this conversation.
         """
-        from dllm_jax.loading import chat
-        from dllm_jax.loading.turns import Unusable
+        from dllm_jax.loading import chat, tool_forms
+        from dllm_jax.loading.turns import Unusable, has_calls, plain
 
         for name in template_fields or ():
             if name in ("chat_template", "tools", "documents", "continue_final_message"):
@@ -175,22 +205,39 @@ class TextSide:
                 param="messages",
                 code="invalid_conversation",
             )
-        conversation = []
-        for turn in turns:
-            role = "system" if turn.role == "developer" else turn.role
-            message = {"role": role, "content": text_of(turn.content)}
-            conversation.append(message | ({} if turn.name is None else {"name": turn.name}))
+        form, fields = self.form, dict(template_fields or {})
+        if offer is not None and form.name is None:
+            raise Refusal(
+                "tools: this model's template has none, or writes calls in a form that is not "
+                "known; start the server with --tool-format hermes, or leave tools out",
+                param="tools",
+                code="tools_unsupported",
+            )
 
         def encode(text: str) -> list[int]:
             return self.ids(text, False, "messages", least)
 
         try:
-            return chat.prompt(self, conversation, encode, **(template_fields or {}))[1]
+            said = plain([_message(turn) for turn in turns])
+            shown = [] if offer is None else offer.shown
+            if offer is not None and offer.choice == "none" and not has_calls(said):
+                shown = []
+            if form.is_text:
+                said = tool_forms.as_text(said, shown, form.name or "")
+            elif shown:
+                fields["tools"] = shown
+            text, ids = chat.prompt(self, said, encode, **fields)
         except Unusable as error:
             raise Refusal(str(error), param=error.param, code="invalid_conversation") from None
         except (ValueError, TypeError) as error:
             param = "chat_template_kwargs" if "does not read" in str(error) else "messages"
             raise Refusal(str(error), param=param, code="invalid_conversation") from None
+        inside = form.thinks and tool_forms.is_inside(text)
+        name = form.name or "hermes"
+        if offer is not None:
+            held = (offer.tools, offer.choice, offer.several, name, form.thinks, inside)
+            return ids, Tools(*held)
+        return ids, Tools((), "none", False, name, True, inside) if form.thinks else None
 
     def close(self) -> None:
         """End the threads."""
@@ -204,6 +251,19 @@ class TextSide:
                 param=param,
             )
         return self.tokenizer
+
+
+def _message(turn: Turn) -> dict[str, Any]:
+    """A message as templates read it."""
+    message: dict[str, Any] = {
+        "role": "system" if turn.role == "developer" else turn.role,
+        "content": text_of(turn.content),
+        "name": turn.name,
+        "tool_calls": turn.tool_calls,
+        "tool_call_id": turn.tool_call_id,
+        "reasoning_content": turn.reasoning_content or turn.reasoning,
+    }
+    return {name: value for name, value in message.items() if value is not None}
 
 
 def _and_give_back(work: Callable[..., Result], *args: Any) -> Result:

@@ -110,9 +110,13 @@ class Part(Struct, forbid_unknown_fields=True):
 class Turn(Struct, forbid_unknown_fields=True):
     """A message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part]
     name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class Chat(Sampling, forbid_unknown_fields=True, kw_only=True):
@@ -121,6 +125,19 @@ class Chat(Sampling, forbid_unknown_fields=True, kw_only=True):
     messages: Annotated[list[Turn], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+
+    def __post_init__(self):
+        if not self.tools:
+            self.tools = self.parallel_tool_calls = None
+            if self.tool_choice in ("auto", "none"):
+                self.tool_choice = None
+        if self.include_reasoning is True:
+            self.include_reasoning = None
 
 
 class Tokenize(Struct, forbid_unknown_fields=True):
@@ -256,7 +273,8 @@ IGNORED = frozenset(
     }
 )
 _GUIDED = "use structured_outputs: {{{}: ...}}"
-_TOOLS = "tools are not supported; leave it out"
+_TOOLS = "tools are called in /v1/chat/completions alone; leave it out"
+_FUNCTIONS = "use tools"
 _LOGPROBS = "log-probabilities are not supported; leave it out"
 _PENALTY = (
     "a penalty is of the tokens before, and here the tokens of a window are drawn together; leave "
@@ -269,9 +287,9 @@ REMEDIES = {
     "guided_choice": _GUIDED.format("choice"),
     "guided_grammar": "grammars are not supported; use structured_outputs with a regex or a schema",
     "tools": _TOOLS,
-    "functions": _TOOLS,
+    "functions": _FUNCTIONS,
     "tool_choice": _TOOLS,
-    "function_call": _TOOLS,
+    "function_call": _FUNCTIONS,
     "logprobs": _LOGPROBS,
     "top_logprobs": _LOGPROBS,
     "prompt_logprobs": _LOGPROBS,
@@ -283,7 +301,6 @@ REMEDIES = {
     "bad_words": "only ids are banned; give logit_bias with -100 for them",
     "best_of": "candidates are not ranked; use n",
     "chat_template": "a caller's template is not run; the model's own is used",
-    "reasoning_effort": "give what the chat template reads as chat_template_kwargs",
     "thinking": "give what the chat template reads as chat_template_kwargs",
     "truncate_prompt_tokens": "prompts are not cut; shorten the prompt",
     "continue_final_message": "answers start anew; leave it out",
@@ -294,12 +311,10 @@ _HINTS: dict[str, tuple[Any, ...] | _Any] = {"id": ANY, "annotations": ANY, "cac
 TURN_NEUTRAL: dict[str, tuple[Any, ...] | _Any] = {
     **_HINTS,
     "refusal": ("",),
-    "tool_calls": ([],),
-    "tool_call_id": (),
     "function_call": (),
     "audio": (),
-    "reasoning": ("",),
-    "reasoning_content": ("",),
+    "reasoning_details": ANY,
+    "provider_specific_fields": ANY,
     "type": ("message",),  # of an input item of /v1/decisions
     "status": ("completed",),
 }
@@ -366,19 +381,29 @@ def _check_integers(content: Any) -> None:
             )
 
 
+def read_object(data: bytes) -> dict[str, Any]:
+    """The JSON object of a body.
+
+    Raises:
+        Refusal: It is none.
+    """
+    _check_containers(data)
+    fields = read_json(data)
+    if not isinstance(fields, dict):
+        raise Refusal("the body is no JSON object; send one object", code="invalid_json")
+    return fields
+
+
 def read(data: bytes, kind: type[Body]) -> Body:
     """A body as the route reads it.
 
     Raises:
         Refusal: It is no JSON, asks for what is not supported, or has a wrong type.
     """
-    _check_containers(data)
-    fields = read_json(data)
-    if not isinstance(fields, dict):
-        raise Refusal("the body is no JSON object; send one object", code="invalid_json")
+    fields = read_object(data)
     kept = _kept(fields, kind, NEUTRAL, "", special=issubclass(kind, Chat))
     for name in ("messages", "input"):
-        if isinstance(kept.get(name), list):
+        if issubclass(kind, Chat | Tokenize | Decisions) and isinstance(kept.get(name), list):
             if len(kept[name]) > MAX_TURNS:
                 raise Refusal(
                     f"{name} has {len(kept[name])} messages; at most {MAX_TURNS} are taken: join "
@@ -468,9 +493,9 @@ def _turn(turn: Any, path: str) -> Any:
     """A message without the fields that change nothing."""
     if not isinstance(turn, dict):
         return turn
-    if turn.get("role") in ("tool", "function"):
+    if turn.get("role") == "function" or (turn.get("role") == "tool" and path.startswith("input")):
         raise Refusal(
-            f"{path}.role={shown(turn['role'])}: {_TOOLS}",
+            f"{path}.role={shown(turn['role'])}: use the role tool, in messages",
             param=f"{path}.role",
             code="unsupported_parameter",
         )
@@ -478,7 +503,7 @@ def _turn(turn: Any, path: str) -> Any:
     content = kept.get("content")
     if isinstance(content, list):
         kept["content"] = [_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
-    elif content is None and ("content" in turn or turn.get("role") == "assistant"):
+    elif content is None and ("content" in turn or turn.get("role") in ("assistant", "tool")):
         kept["content"] = ""  # an empty turn
     return kept
 

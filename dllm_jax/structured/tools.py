@@ -281,8 +281,12 @@ class Turn:
     def __init__(self, tools: Tools, spelt: Sequence[bytes | None], marks: Mapping[str, int]):
         form = FORMS[tools.form]
         self._spelt, self._tools = spelt, tools
-        # No text of UTF-8 holds the byte 255.
-        self._names = {i: b"\xff%d;" % i for i in marks.values()}
+        # No text of UTF-8 holds the byte 255. Marks that mean nothing in this turn are text.
+        used = (form.opens + form.closes) if tools.tools else ""
+        used += THINK + END_THINK if tools.thinks else ""
+        self._names = {
+            i: b"\xff%d;" % i if mark in used else mark.encode() for mark, i in marks.items()
+        }
 
         def said(text: str) -> bytes:
             data = text.encode()
@@ -291,6 +295,8 @@ class Turn:
             return data
 
         self._opens, self._closes = said(form.opens), said(form.closes)
+        if not tools.tools:
+            self._opens = b"\xff;"  # nothing is called
         self._head, self._mid = form.before_name.encode(), form.behind_name.encode()
         self._thoughts = (said(THINK), said(END_THINK)) if tools.thinks else None
         self._numbers = {one.name: i for i, one in enumerate(tools.tools)}

@@ -1,0 +1,416 @@
+"""`/v1/responses` without a store: OpenAI's items, of a conversation and of its answer.
+
+Data flow: a body -> `wire.Chat` -> the request of the chat route -> pieces of turns -> items.
+"""
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from dllm_jax.serve import generating, wire
+from dllm_jax.serve.answers import ending
+from dllm_jax.serve.exchange import Call
+from dllm_jax.serve.logs import random_id
+from dllm_jax.serve.pipe import Delta, Usage, total
+from dllm_jax.serve.refusals import Refusal, not_valid, shown
+from dllm_jax.serve.service import Service
+from dllm_jax.serve.stream import named_event
+from dllm_jax.serve.turns import Texts
+from dllm_jax.structured import Piece
+
+_READ = (
+    *("model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls"),
+    *("max_output_tokens", "temperature", "top_p", "stream", "reasoning", "text"),
+)
+_IGNORED = (
+    *("store", "include", "metadata", "client_metadata", "prompt_cache_key", "user"),
+    *("safety_identifier", "service_tier", "prompt_cache_retention", "stream_options"),
+    *("prompt_cache_options", "max_tool_calls", "top_logprobs"),
+)
+_NEUTRAL = {"background": False, "truncation": "disabled", "previous_response_id": None}
+
+
+async def responses(service: Service, call: Call) -> Any:
+    """`/v1/responses`."""
+    service.check_state()
+    fields = wire.read_object(await call.body())
+    body, left_out, origins = chat_of(fields)
+
+    def form(given: Any, texts: Texts) -> ResponsesForm:
+        _, model, _, num_prompt_tokens, *_ = given
+        return ResponsesForm(model, num_prompt_tokens, texts, fields, left_out)
+
+    try:
+        return await generating.answer_chat(service, call, body, form)
+    except Refusal as error:
+        raise _placed(error, origins) from None
+
+
+def _placed(error: Refusal, origins: list[int]) -> Refusal:
+    """A refusal that names an item, not a message."""
+
+    def one(match: re.Match[str]) -> str:
+        place = origins[min(int(match[1]), len(origins) - 1)]
+        return "instructions" if place < 0 else f"input[{place}]"
+
+    pattern = r"messages\[(\d+)\](?:\.tool_calls\[\d+\])?"
+    message = re.sub(pattern, one, error.message)
+    param = error.param and re.sub(pattern, one, error.param)
+    param = "input" if param == "messages" else param
+    for name in ("tools", "tool_choice"):
+        if param and param.startswith(name):
+            param = param.replace(".function", "", 1)
+    more = {"code": error.code, "status": error.status, "headers": error.headers}
+    return Refusal(message, param=param, **more)
+
+
+def chat_of(fields: dict[str, Any]) -> tuple[wire.Chat, list[str], list[int]]:
+    """The conversation, the tools that are left out, and the item of each message.
+
+    Raises:
+        Refusal: It is none, or asks for what is not supported.
+    """
+    for name, value in fields.items():
+        if name in _READ or name in _IGNORED or value in (None, [], {}):
+            continue
+        if name not in _NEUTRAL or value != _NEUTRAL[name]:
+            raise Refusal(
+                f"{name}={shown(value)} is not supported: nothing is stored here; leave it out",
+                param=name,
+                code="unsupported_parameter",
+            )
+    said, origins = _turns(fields.get("input"))
+    if fields.get("instructions"):
+        said.insert(0, {"role": "system", "content": fields["instructions"]})
+        origins.insert(0, -1)
+    tools, left_out = _tools(fields.get("tools"))
+    reasoning, text = fields.get("reasoning") or {}, fields.get("text") or {}
+    for name, value in (("reasoning", reasoning), ("text", text)):
+        if not isinstance(value, dict):
+            raise Refusal(f"{name}={shown(value)} is no object; give one", param=name)
+    choice = fields.get("tool_choice")
+    made = {
+        "messages": said,
+        "model": fields.get("model"),
+        "max_tokens": fields.get("max_output_tokens"),
+        "temperature": fields.get("temperature"),
+        "top_p": fields.get("top_p"),
+        "stream": fields.get("stream"),
+        "tools": tools or None,
+        "tool_choice": choice if tools or choice not in ("auto", "none") else None,
+        "parallel_tool_calls": fields.get("parallel_tool_calls"),
+        "reasoning_effort": reasoning.get("effort"),
+        "response_format": _format(text.get("format")),
+    }
+    kept = {name: value for name, value in made.items() if value is not None}
+    try:
+        return msgspec.convert(kept, wire.Chat, strict=True), left_out, origins
+    except msgspec.ValidationError as error:
+        raise _placed(not_valid(error), origins) from None
+
+
+def _format(form: Any) -> dict[str, Any] | None:
+    if form is None:
+        return None
+    kind = form.get("type") if isinstance(form, dict) else form
+    if kind == "json_schema":
+        return {"type": kind, "json_schema": {"schema": form.get("schema")}}
+    if kind not in ("text", "json_object"):
+        raise Refusal(
+            f"text.format={shown(form)} is not known; use text, json_object or json_schema",
+            param="text.format",
+        )
+    return {"type": kind}
+
+
+def _turns(given: Any) -> tuple[list[dict[str, Any]], list[int]]:
+    """The turns of an input, and the item that each begins with."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}], [0]
+    if not isinstance(given, list) or not given or len(given) > wire.MAX_TURNS:
+        raise Refusal(
+            f"input={shown(given)} is no text and no list of 1 to {wire.MAX_TURNS} items; give one",
+            param="input",
+        )
+    said: list[dict[str, Any]] = []
+    origins: list[int] = []
+    is_open = False  # the last turn is the assistant's, and takes further items
+    for i, item in enumerate(given):
+        where = f"input[{i}]"
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        if kind == "function_call":
+            own = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": own}
+            if not is_open:
+                said.append({"role": "assistant", "content": ""})
+                origins.append(i)
+            said[-1].setdefault("tool_calls", []).append(call)
+            is_open = True
+            continue
+        if kind == "reasoning":
+            if not (is_open and "tool_calls" not in said[-1]):
+                said.append({"role": "assistant", "content": ""})
+                origins.append(i)
+            text = _text(item.get("content") or [], f"{where}.content")
+            said[-1]["reasoning_content"] = text
+            is_open = True
+            continue
+        if kind == "function_call_output":
+            text = _text(item.get("output"), f"{where}.output")
+            said.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+            is_open = False
+        elif kind == "message":
+            role = item.get("role")
+            text = _text(item.get("content"), f"{where}.content")
+            has_room = is_open and not said[-1]["content"] and "tool_calls" not in said[-1]
+            if role == "assistant" and has_room:
+                said[-1]["content"] = text
+                continue
+            said.append({"role": role, "content": text})
+            is_open = role == "assistant"
+        else:
+            raise Refusal(
+                f"{where}.type={shown(kind)} is not supported; leave it out",
+                param=f"{where}.type",
+                code="unsupported_parameter",
+            )
+        origins.append(i)
+    empty = {"role": "assistant", "content": ""}  # of thoughts that cannot be read
+    kept = [
+        n for n, one in enumerate(said) if one not in (empty, empty | {"reasoning_content": ""})
+    ]
+    return [said[n] for n in kept], [origins[n] for n in kept]
+
+
+_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise Refusal(f"{where}={shown(content)} is no text and no list of parts", param=where)
+    found = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else part
+        if kind not in _PARTS:
+            raise Refusal(
+                f"{where}[{i}].type={shown(kind)}: only text is read; leave it out",
+                param=f"{where}[{i}].type",
+                code="unsupported_parameter",
+            )
+        found.append(str(part.get("text") or part.get("refusal") or ""))
+    return "\n".join(found)
+
+
+def _tools(tools: Any) -> tuple[list[Any], list[str]]:
+    """The tools in the chat route's form, and the names of hosted ones, which are left out."""
+    if tools is not None and not isinstance(tools, list):
+        raise Refusal(f"tools={shown(tools)} is no list of tools; give one", param="tools")
+    found, left_out = [], []
+    for tool in tools or ():
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind == "function":
+            found.append({"type": "function", "function": tool})
+        elif kind == "namespace":
+            inner, others = _tools(tool.get("tools"))
+            found += inner
+            left_out += others
+        else:
+            left_out.append(str(tool.get("name") or kind if isinstance(tool, dict) else tool)[:64])
+    return found, left_out
+
+
+class ResponsesForm:
+    """The answer of one request, as items."""
+
+    is_chat = False
+
+    def __init__(
+        self,
+        model: str,
+        num_prompt_tokens: int,
+        texts: Texts,
+        fields: dict[str, Any],
+        left_out: list[str],
+    ):
+        self.texts, self._num_prompt_tokens = texts, num_prompt_tokens
+        self._num_events = 0
+        self._items: list[dict[str, Any]] = []  # that are whole
+        self._open: dict[str, Any] | None = None
+        self._ends: dict[str, Any] = {}
+        self._response: dict[str, Any] = {
+            "id": f"resp_{random_id()[:24]}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": fields.get("instructions"),
+            "max_output_tokens": fields.get("max_output_tokens"),
+            "model": model,
+            "output": [],
+            "parallel_tool_calls": fields.get("parallel_tool_calls") is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": (fields.get("reasoning") or {}).get("effort"), "summary": None},
+            "store": False,
+            "temperature": fields.get("temperature"),
+            "text": fields.get("text") or {"format": {"type": "text"}},
+            "tool_choice": fields.get("tool_choice") or "auto",
+            "tools": fields.get("tools") or [],
+            "top_p": fields.get("top_p"),
+            "truncation": "disabled",
+            "usage": None,
+            "metadata": fields.get("metadata") or {},
+        }
+        if left_out:
+            self._response["dllm"] = {"left_out": left_out}
+
+    # --- a stream --------------------------------------------------------------------------------
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number, self._num_events = self._num_events, self._num_events + 1
+        said = {"type": f"response.{kind}", "sequence_number": number}
+        return named_event(said | fields)
+
+    def opened(self, choice: int) -> Iterator[bytes]:
+        """The response begins."""
+        yield self._event("created", response=self._response)
+        yield self._event("in_progress", response=self._response)
+
+    def said(self, choice: int, piece: Piece) -> Iterator[bytes]:
+        """A piece of the response."""
+        if piece.kind == "end":
+            yield from self._close()
+        elif piece.kind == "call":
+            yield from self._close()
+            yield self._added(_call(piece.text))
+        elif piece.kind == "arguments" and self._open is not None:
+            self._open["arguments"] += piece.text
+            yield self._more("function_call_arguments.delta", delta=piece.text)
+        else:
+            is_text = piece.kind == "text"
+            item = _message() if is_text else _reasoning()
+            if self._open is None or self._open["type"] != item["type"]:
+                yield from self._close()
+                yield self._added(item)
+                yield self._more("content_part.added", content_index=0, part=_part(item, ""))
+            assert self._open is not None
+            self._open["content"][0]["text"] += piece.text
+            more = {"content_index": 0, "delta": piece.text}
+            if is_text:
+                yield self._more("output_text.delta", **more, logprobs=[])
+            else:
+                yield self._more("reasoning_text.delta", **more)
+
+    def _added(self, item: dict[str, Any]) -> bytes:
+        shown = item | ({"content": []} if "content" in item else {})
+        self._open = item
+        if "content" in item:
+            item["content"] = [_part(item, "")]
+        place = len(self._items)
+        return self._event("output_item.added", output_index=place, item=shown)
+
+    def _more(self, kind: str, **fields: Any) -> bytes:
+        assert self._open is not None
+        place = {"item_id": self._open["id"], "output_index": len(self._items)}
+        return self._event(kind, **place, **fields)
+
+    def _close(self) -> Iterator[bytes]:
+        """The open item is whole."""
+        item = self._open
+        if item is None:
+            return
+        item["status"] = "completed"
+        if item["type"] == "function_call":
+            said = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._more("function_call_arguments.done", **said)
+        else:
+            (part,) = item["content"]
+            is_text = item["type"] == "message"
+            said = {"content_index": 0, "text": part["text"]}
+            if is_text:
+                yield self._more("output_text.done", **said, logprobs=[])
+            else:
+                yield self._more("reasoning_text.done", **said)
+            yield self._more("content_part.done", content_index=0, part=part)
+        yield self._event("output_item.done", output_index=len(self._items), item=item)
+        self._items.append(item)
+        self._open = None
+
+    def ended(self, delta: Delta) -> Iterator[bytes]:
+        """The text ends; a call that is not whole is left out, because clients run calls."""
+        if self._open is not None and self._open["type"] != "function_call":
+            yield from self._close()
+        self._ends = _ends(delta, self.texts.num_calls(delta.choice))
+
+    def closed(self, num_tokens: int, usages: Sequence[Usage], has_usage: bool) -> bytes:
+        """The end of the stream."""
+        final = self._final(num_tokens, usages)
+        return self._event(str(final["status"]), response=final)
+
+    def failed(self, message: str | None, request_id: str) -> bytes:
+        """The end of a stream that fails."""
+        said = message or f"the server failed; its id in the log is {request_id}"
+        error = {"code": "server_error", "message": said}
+        final = self._response | {"status": "failed", "error": error, "output": self._items}
+        return self._event("failed", response=final)
+
+    # --- an answer -------------------------------------------------------------------------------
+
+    def whole(self, texts: Sequence[Delta], usages: Sequence[Usage]) -> dict[str, Any]:
+        """The answer to a request without `stream`."""
+        (delta,) = texts
+        for piece in self.texts.feed(delta):
+            for _ in self.said(delta.choice, piece):
+                pass
+        for _ in self.ended(delta):
+            pass
+        return self._final(delta.num_tokens, usages)
+
+    def _final(self, num_tokens: int, usages: Sequence[Usage]) -> dict[str, Any]:
+        cached = total(usages).cached_tokens if usages else 0
+        usage = {
+            "input_tokens": self._num_prompt_tokens,
+            "input_tokens_details": {"cached_tokens": cached},
+            "output_tokens": num_tokens,
+            "output_tokens_details": {"reasoning_tokens": self.texts.thought_tokens},
+            "total_tokens": self._num_prompt_tokens + num_tokens,
+        }
+        return self._response | self._ends | {"output": self._items, "usage": usage}
+
+
+def _message() -> dict[str, Any]:
+    return {
+        "type": "message",
+        "id": f"msg_{random_id()[:24]}",
+        "role": "assistant",
+        "content": [],
+        "status": "in_progress",
+    }
+
+
+def _reasoning() -> dict[str, Any]:
+    own = {"type": "reasoning", "id": f"rs_{random_id()[:24]}", "summary": [], "content": []}
+    return own | {"status": "in_progress"}
+
+
+def _call(name: str) -> dict[str, Any]:
+    ids = {"id": f"fc_{random_id()[:24]}", "call_id": f"call_{random_id()[:24]}"}
+    return {"type": "function_call", **ids, "name": name, "arguments": "", "status": "in_progress"}
+
+
+def _part(item: dict[str, Any], text: str) -> dict[str, Any]:
+    if item["type"] == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _ends(delta: Delta, num_calls: int) -> dict[str, Any]:
+    if ending(delta)[0] == "length" and not num_calls:
+        return {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+    return {"status": "completed"}

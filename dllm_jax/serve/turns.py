@@ -1,0 +1,198 @@
+"""Chat answers in pieces: prose, thoughts and calls, whole and streamed.
+
+Data flow: ids of a text -> `Turn`, which says what they are -> a form of the route -> events, or
+one answer. Nothing here waits or sends, but for `TurnStream`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from dllm_jax.serve.answers import Form, ending, metrics
+from dllm_jax.serve.logs import random_id
+from dllm_jax.serve.pipe import Delta, Usage
+from dllm_jax.serve.refusals import error_object
+from dllm_jax.serve.stream import DONE, EventStream, event, internal_error
+from dllm_jax.structured import Piece, Turn
+
+
+class Texts:
+    """The texts of a request as turns.
+
+    Args:
+        make: A new turn; None: the texts are prose.
+    """
+
+    def __init__(self, make: Callable[[], Turn] | None):
+        self._make = make
+        self._turns: dict[int, Turn] = {}
+        self._num_calls: dict[int, int] = {}
+
+    def feed(self, delta: Delta) -> list[Piece]:
+        """What a delta brings."""
+        if self._make is None:
+            return [Piece("text", delta.text)] if delta.text else []
+        turn = self._turns.setdefault(delta.choice, self._make())
+        pieces = turn.feed(delta.ids, last=delta.finish is not None)
+        ended = sum(piece.kind == "end" for piece in pieces)
+        self._num_calls[delta.choice] = self._num_calls.get(delta.choice, 0) + ended
+        return pieces
+
+    def num_calls(self, choice: int) -> int:
+        """Calls that are whole."""
+        return self._num_calls.get(choice, 0)
+
+    @property
+    def thought_tokens(self) -> int:
+        """Tokens within thoughts, of all texts."""
+        return sum(turn.thought_tokens for turn in self._turns.values())
+
+
+class ChatForm(Form):
+    """`/v1/chat/completions` of requests with tools, or of models that think.
+
+    Args:
+        args: As of `Form`.
+        is_certain: Each text begins with a call.
+
+    Attributes:
+        texts: What the texts are.
+    """
+
+    def __init__(self, *args: Any, texts: Texts, is_certain: bool, shows_thoughts: bool):
+        super().__init__(*args)
+        self.texts = texts
+        self._is_certain, self._shows_thoughts = is_certain, shows_thoughts
+        self._calls: dict[int, int] = {}
+
+    def opened(self, choice: int) -> Iterator[bytes]:
+        """A choice begins."""
+        chunk = self.role(choice)
+        if self._is_certain:
+            chunk["choices"][0]["delta"]["content"] = None
+        yield event(chunk)
+
+    def said(self, choice: int, piece: Piece) -> Iterator[bytes]:
+        """A piece of a choice."""
+        delta: dict[str, Any] | None = None
+        if piece.kind == "text":
+            delta = {"content": piece.text}
+        elif piece.kind == "thought" and self._shows_thoughts:
+            delta = {"reasoning_content": piece.text, "reasoning": piece.text}
+        elif piece.kind == "call":
+            number = self._calls[choice] = self._calls.get(choice, -1) + 1
+            begun = {"name": piece.text, "arguments": ""}
+            call = {"index": number, "id": call_id(), "type": "function", "function": begun}
+            delta = {"tool_calls": [call]}
+        elif piece.kind == "arguments":
+            call = {"index": self._calls[choice], "function": {"arguments": piece.text}}
+            delta = {"tool_calls": [call]}
+        if delta is not None:
+            yield event(self._of(choice, delta, None))
+
+    def ended(self, delta: Delta) -> Iterator[bytes]:
+        """A choice ends."""
+        finish, stop = ending(delta)
+        if self.texts.num_calls(delta.choice):
+            finish = "tool_calls"
+        chunk = self._of(delta.choice, {}, finish)
+        chunk["choices"][0]["stop_reason"] = stop
+        yield event(chunk)
+
+    def closed(self, num_tokens: int, usages: Sequence[Usage], has_usage: bool) -> bytes:
+        """The end of the stream."""
+        return (event(self.last(num_tokens, usages)) if has_usage else b"") + DONE
+
+    def failed(self, message: str | None, request_id: str) -> bytes:
+        """The end of a stream that fails; the message of one whose engine is gone."""
+        said = internal_error(request_id)
+        if message is not None:
+            said = error_object(message, 503, None, "engine_failed")
+        return event(said) + DONE
+
+    def _of(self, choice: int, delta: dict[str, Any], finish: str | None) -> dict[str, Any]:
+        one = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": finish}
+        return self._chunk | {"choices": [one]}
+
+    def usage(self, num_tokens: int, usages: Sequence[Usage] = ()) -> dict[str, Any]:
+        """See `Form`; with the tokens of thoughts."""
+        counts = super().usage(num_tokens, usages)
+        details = {"reasoning_tokens": self.texts.thought_tokens}
+        return counts | {"completion_tokens_details": details}
+
+    def whole(self, texts: Sequence[Delta], usages: Sequence[Usage]) -> dict[str, Any]:
+        """The answer to a request without `stream`."""
+        choices = []
+        for delta in texts:
+            message = message_of(self.texts.feed(delta), self._shows_thoughts)
+            finish, stop = ending(delta)
+            if "tool_calls" in message:
+                finish = "tool_calls"
+            ends = {"logprobs": None, "finish_reason": finish, "stop_reason": stop}
+            choices.append({"index": delta.choice, "message": message, **ends})
+        num_tokens = sum(delta.num_tokens for delta in texts)
+        return self._whole | {
+            "choices": choices,
+            "usage": self.usage(num_tokens, usages),
+            "metrics": metrics(num_tokens, usages),
+        }
+
+
+def call_id() -> str:
+    """A new id of a call."""
+    return f"call_{random_id()[:24]}"
+
+
+def message_of(pieces: Sequence[Piece], shows_thoughts: bool) -> dict[str, Any]:
+    """A turn in OpenAI's form; a call that is not whole is left out."""
+    content, thoughts, calls = contents_of(pieces)
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if calls:
+        message["tool_calls"] = [
+            {"id": call_id(), "type": "function", "function": {"name": name, "arguments": said}}
+            for name, said in calls
+        ]
+        message["content"] = content or None
+    if thoughts and shows_thoughts:
+        message |= {"reasoning_content": thoughts, "reasoning": thoughts}
+    return message
+
+
+def contents_of(pieces: Sequence[Piece]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Prose, thoughts, and the name and arguments of each whole call."""
+    said = {"text": "", "thought": "", "call": "", "arguments": ""}
+    calls = []
+    for piece in pieces:
+        if piece.kind == "call":
+            said |= {"call": piece.text, "arguments": ""}
+        elif piece.kind == "end":
+            calls.append((said["call"], said["arguments"]))
+        else:
+            said[piece.kind] += piece.text
+    return said["text"], said["thought"], calls
+
+
+class TurnStream(EventStream):
+    """A stream of turns, in the form of its route."""
+
+    def __init__(self, *args: Any, **fields: Any):
+        super().__init__(*args, **fields)
+        self.keep_alive = getattr(self._form, "keep_alive", self.keep_alive)
+
+    def _chunks(self, delta: Delta) -> Iterator[bytes]:
+        form = self._form
+        if delta.choice not in self._roles:
+            self._roles.add(delta.choice)
+            yield from form.opened(delta.choice)
+        for piece in form.texts.feed(delta):
+            yield from form.said(delta.choice, piece)
+        if delta.finish is not None:
+            yield from form.ended(delta)
+
+    def _ending(self) -> bytes:
+        box = self._box
+        if box.failure is not None and not box.is_over:
+            self.error = self.error or box.failure
+            return self._form.failed(box.failure, self._request_id)
+        if self.error is not None:
+            return self._form.failed(None, self._request_id)
+        return self._form.closed(sum(box.num_tokens), box.usages, self._usage)

@@ -1,0 +1,287 @@
+"""Proves the three routes' answers with calls, whole and streamed, without a server or a model.
+
+Texts of bytes are fed in portions to the form of each route; what it sends is put together again as
+clients do it. Bodies as agents send them are read.
+"""
+
+import json
+import random
+
+import msgspec
+import pytest
+
+from dllm_jax.serve import generating, messages, responses, wire
+from dllm_jax.serve.pipe import Delta, Usage
+from dllm_jax.serve.refusals import Refusal
+from dllm_jax.serve.turns import ChatForm, Texts
+from dllm_jax.structured import Tool, Tools, Turn
+
+USAGE = Usage(9, 4, 3, 1, 0, 8, 0.1, 0.2, 0.3)
+HELD = Tools((Tool("f", "{}"), Tool("g", "{}")), thinks=True)
+CALLS = [("f", '{"a": "é}"}'), ("g", "{}")]
+TEXT = "<think>\nhm\n</think>\n\nNöw.\n" + "\n".join(
+    f'<tool_call>\n{{"name": "{name}", "arguments": {said}}}\n</tool_call>' for name, said in CALLS
+)
+GIVEN = (True, "m", "fp", 9)
+
+
+def texts():
+    return Texts(lambda: Turn(HELD, [bytes([i]) for i in range(256)], {}))
+
+
+FORMS = {
+    "chat": lambda: ChatForm(*GIVEN, texts=texts(), is_certain=False, shows_thoughts=True),
+    "messages": lambda: messages.MessagesForm("m", 9, texts(), []),
+    "responses": lambda: responses.ResponsesForm("m", 9, texts(), {}, []),
+}
+
+
+def deltas(text, finish, seed):
+    draw, data, found = random.Random(seed), text.encode(), []
+    while data:
+        size = draw.choice((1, 3, 9, 60))
+        found.append(Delta(1, 0, "", 0, ids=[*data[:size]]))
+        data = data[size:]
+    return [*found, Delta(1, 0, "", len(text), finish=finish)]
+
+
+def streamed(form, text, finish="stop", seed=0):
+    """The events of a stream: names and contents."""
+    sent = [*form.opened(0)]
+    for delta in deltas(text, finish, seed):
+        for piece in form.texts.feed(delta):
+            sent += form.said(0, piece)
+        if delta.finish is not None:
+            sent += form.ended(delta)
+    sent.append(form.closed(len(text), [USAGE], True))
+    events = b"".join(sent).decode().removesuffix("data: [DONE]\n\n").strip().split("\n\n")
+    return [json.loads(one.rpartition("data: ")[2]) for one in events]
+
+
+def whole(form, text, finish="stop"):
+    one = Delta(1, 0, "", len(text), finish=finish, ids=[*text.encode()])
+    return json.loads(msgspec.json.encode(form.whole([one], [USAGE])))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_chat(seed):
+    *chunks, last = streamed(FORMS["chat"](), TEXT, seed=seed)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    parts = [choice["delta"] for choice in choices]
+    assert "".join(part.get("content") or "" for part in parts) == "Nöw."
+    assert "".join(part.get("reasoning_content") or "" for part in parts) == "hm"
+    calls = {}
+    for part in parts:
+        for call in part.get("tool_calls", ()):
+            if call["index"] not in calls:
+                assert call["function"]["arguments"] == ""
+                calls[call["index"]] = call
+            else:
+                assert {"id", "type"}.isdisjoint(call)
+                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    functions = [(one["function"]["name"], one["function"]["arguments"]) for one in calls.values()]
+    assert functions == CALLS
+    assert choices[-1]["finish_reason"] == "tool_calls"
+    assert last["usage"]["completion_tokens"] == len(TEXT)
+    (choice,) = whole(FORMS["chat"](), TEXT)["choices"]
+    message = choice["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Nöw.", "hm")
+    assert [tuple(one["function"].values()) for one in message["tool_calls"]] == CALLS
+    assert choice["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_messages(seed):
+    events = streamed(FORMS["messages"](), TEXT, seed=seed)
+    kinds = [event["type"] for event in events]
+    assert kinds[0] == "message_start"
+    assert kinds[-2:] == ["message_delta", "message_stop"]
+    blocks, is_open = [], None
+    for event in events[1:-2]:
+        if event["type"] == "content_block_start":
+            assert is_open is None
+            is_open = event["index"]
+            blocks.append(event["content_block"] | {"json": ""})
+        elif event["type"] == "content_block_stop":
+            is_open = None
+        else:
+            delta = event["delta"]
+            name = str(delta["type"]).removesuffix("_delta").removeprefix("input_")
+            blocks[-1][name] += delta["partial_json" if name == "json" else name]
+        assert event["index"] == len(blocks) - 1
+    found = [(one["name"], one["json"]) for one in blocks if one["type"] == "tool_use"]
+    assert found == CALLS
+    assert [one["type"] for one in blocks] == ["thinking", "text", "tool_use", "tool_use"]
+    assert (blocks[0]["thinking"], blocks[1]["text"]) == ("hm", "Nöw.")
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
+    assert events[-2]["usage"]["input_tokens"] == 5
+    said = whole(FORMS["messages"](), TEXT)
+    assert [one["type"] for one in said["content"]] == [one["type"] for one in blocks]
+    assert [one["input"] for one in said["content"][2:]] == [{"a": "é}"}, {}]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_responses(seed):
+    events = streamed(FORMS["responses"](), TEXT, seed=seed)
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    final = events[-1]["response"]
+    done = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+    assert final["output"] == done
+    assert [one["type"] for one in done] == ["reasoning", "message", *["function_call"] * 2]
+    assert [(one["name"], one["arguments"]) for one in done[2:]] == CALLS
+    for place, item in enumerate(done):
+        own = [e for e in events if e.get("output_index") == place and "delta" in e]
+        text = item.get("arguments") or item["content"][0]["text"]
+        assert "".join(e["delta"] for e in own) == text
+        assert {e["item_id"] for e in own} == {item["id"]}
+    assert (final["status"], final["store"]) == ("completed", False)
+    said = whole(FORMS["responses"](), TEXT)
+    assert [one["type"] for one in said["output"]] == [one["type"] for one in done]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_call_that_is_cut_is_not_delivered(name):
+    cut = TEXT[: TEXT.index("</tool_call>") - 4]
+    said, events = whole(FORMS[name](), cut, "length"), streamed(FORMS[name](), cut, "length")
+    if name == "chat":
+        assert "tool_calls" not in said["choices"][0]["message"]
+        assert said["choices"][0]["finish_reason"] == "length"
+        assert events[-2]["choices"][0]["finish_reason"] == "length"
+    elif name == "messages":
+        assert [one["type"] for one in said["content"]] == ["thinking", "text"]
+        assert said["stop_reason"] == events[-2]["delta"]["stop_reason"] == "max_tokens"
+    else:
+        assert said["status"] == events[-1]["response"]["status"] == "incomplete"
+        assert "function_call" not in json.dumps([said["output"], events[-1]["response"]["output"]])
+
+
+TOOL = {"name": "f", "description": "F", "input_schema": {"type": "object"}}
+
+
+def test_what_a_coding_agent_sends_to_messages():
+    use = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "is_error": True}
+    said = [
+        {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {}}]},
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, use]},
+        {"role": "user", "content": [{"type": "text", "text": "Again."}, result]},
+        {"role": "system", "content": "The date."},
+    ]
+    body, left_out = messages.chat_of(
+        {
+            "model": "m",
+            "max_tokens": 5,
+            "system": [
+                {"type": "text", "text": "x-anthropic-billing-header: 1"},
+                {"type": "text", "text": "Be brief."},
+            ],
+            "messages": said,
+            "tools": [TOOL | {"cache_control": {}}, {"type": "web_search_20250305", "name": "w"}],
+            "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+            "thinking": {"type": "adaptive"},
+            "context_management": {"edits": []},
+            "metadata": {"user_id": "u"},
+        }
+    )
+    roles = [(turn.role, turn.content) for turn in body.messages]
+    assert roles == [
+        ("system", "Be brief."),
+        ("user", "Hi"),
+        ("assistant", ""),
+        ("tool", "error"),
+        ("user", "Again."),
+        ("system", "The date."),
+    ]
+    assert body.messages[2].tool_calls is not None
+    assert (body.tool_choice, body.parallel_tool_calls, left_out) == ("required", False, ["w"])
+
+
+def parts(text, kind="input_text"):
+    return [{"type": kind, "text": text}]
+
+
+def test_what_a_coding_agent_sends_to_responses():
+    item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "id": "fc"}
+    body, left_out, origins = responses.chat_of(
+        {
+            "instructions": "Be brief.",
+            "input": [
+                {"type": "message", "role": "developer", "content": parts("D")},
+                {"role": "user", "content": "Hi"},
+                {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x"},
+                {"type": "message", "role": "assistant", "content": parts("A", "output_text")},
+                item,
+                item | {"call_id": "d"},
+                {"type": "function_call_output", "call_id": "c", "output": "1"},
+                {"type": "function_call_output", "call_id": "d", "output": parts("2")},
+            ],
+            "tools": [
+                {"type": "function", "name": "f", "strict": False},
+                {"type": "web_search"},
+                {"type": "namespace", "tools": [{"type": "function", "name": "g"}]},
+            ],
+            "reasoning": {"summary": "auto"},
+            "store": False,
+            "include": ["reasoning.encrypted_content"],
+            "client_metadata": {"a": "b"},
+        }
+    )  # fmt: skip
+    assert [turn.role for turn in body.messages] == [
+        *("system", "developer", "user", "assistant", "tool", "tool")
+    ]
+    assert origins == [-1, 0, 1, 2, 6, 7]
+    assert [one["id"] for one in body.messages[3].tool_calls or ()] == ["c", "d"]
+    assert left_out == ["web_search"]
+    assert len(body.tools or ()) == 2
+
+
+@pytest.mark.parametrize(
+    ("read", "fields", "param"),
+    [
+        (messages.chat_of, {"messages": []}, "messages"),
+        (messages.chat_of, {"messages": [{"role": "x"}]}, "messages[0].role"),
+        (
+            messages.chat_of,
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages[0].content[0].type",
+        ),
+        (
+            messages.chat_of,
+            {"messages": [{"role": "assistant", "content": "Once"}]},
+            "messages[0]",
+        ),
+        (messages.chat_of, {"mcp_servers": [1], "messages": []}, "mcp_servers"),
+        (responses.chat_of, {"input": "x", "previous_response_id": "r"}, "previous_response_id"),
+        (responses.chat_of, {"input": "x", "background": True}, "background"),
+        (responses.chat_of, {"input": [{"type": "item_reference"}]}, "input[0].type"),
+        (responses.chat_of, {"input": 3}, "input"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_path(read, fields, param):
+    with pytest.raises(Refusal) as raised:
+        read(fields)
+    assert raised.value.param == param
+
+
+def test_the_chat_route_reads_tools_and_turns():
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    body = wire.read(
+        msgspec.json.encode(
+            {
+                "messages": [
+                    {"role": "user", "content": "?"},
+                    {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+                    {
+                        "role": "tool",
+                        "tool_call_id": "c",
+                        "content": [{"type": "text", "text": "1"}],
+                    },
+                ],
+                "tools": [{"type": "function", "function": {"name": "f"}}],
+                "tool_choice": "required",
+            }
+        ),
+        wire.Chat,
+    )
+    assert [turn.role for turn in body.messages] == ["user", "assistant", "tool"]
+    assert generating.offered(body.tools, body.tool_choice) is not None
