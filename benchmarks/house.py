@@ -10,6 +10,7 @@ a warm one the second. A switch is a call or a return in another file of ours th
 import ast
 import collections
 import itertools
+import re
 import sys
 import threading
 import tokenize
@@ -147,7 +148,7 @@ def main() -> None:
         "functions of more than 9 parameters": len(wide),
         "rooms, floors, arrows, circles of dllm_jax": structure(),
         "files with Mosaic internals outside hopper": sum("/hopper" not in n for n in inside),
-        "files with `top_p`": sum("top_p" in text for text in texts.values()),
+        "files with `top_p`": sum(bool(re.search(r"\btop_p\b", text)) for text in texts.values()),
     }
     for name, value in (rows | generates()).items():
         print(f"| {name} | {value} |")

@@ -129,6 +129,19 @@ class ModelForward:
             context_is_before=context_len is None,
         )
         fresh: list[tuple[Array, Array]] = []
+        x = self._embed_inputs(state, inputs, cells)
+        attend, more = self._attention(state, mask, fresh), self._trunk_options(mask, mode, S)
+        rows, taps = arch.trunk(
+            self.model.params, self.model.config, x, positions, attend, hidden_layers, **more
+        )
+        kept = tuple(fresh) if stores else ()
+        return self._output(state, kept, live, rows, taps, cells)
+
+    def _attention(
+        self, state: DecodeState, mask: WindowMask, fresh: list[tuple[Array, Array]]
+    ) -> Callable[..., Any]:
+        """What the trunk attends by; it adds the keys and values of each layer to `fresh`."""
+        arch = self.model.arch
 
         def attend(layer: int, q: Array, k: Array, v: Array, **how: bool) -> Any:
             every = self.model.kv_scales
@@ -157,26 +170,29 @@ class ModelForward:
                 **how,
             )
 
-        x = self._embed_inputs(state, inputs, cells)
+        return attend
+
+    def _trunk_options(self, mask: WindowMask, mode: Any, block_size: int) -> dict[str, Any]:
+        """Further arguments of the trunk, of those that it takes."""
+        arch, cell = self.model.arch, mask.cell
         if mode is not None and not arch.takes_mode:
             raise ValueError(f"{mode=}: this model has one mode; leave mode out")
-        mode = _by_row_or_block(0 if mode is None else mode, B)
-        if mode.ndim > 1:
-            mode = jnp.take_along_axis(mode, jnp.minimum(cell // S, K - 1), axis=1)
-        more: dict[str, Any] = {"mode": mode} if arch.takes_mode else {}
+        more: dict[str, Any] = {}
+        if arch.takes_mode:
+            mode = _by_row_or_block(0 if mode is None else mode, len(cell))
+            if mode.ndim > 1:
+                block = jnp.minimum(cell // block_size, mode.shape[1] - 1)
+                mode = jnp.take_along_axis(mode, block, axis=1)
+            more["mode"] = mode
         if arch.takes_live:
-            more["live"] = _between(cell, edges)
+            more["live"] = _between(cell, mask.live)
         if arch.takes_ops:
             more["ops"] = LayerOps(axis=self.axis, attends_in_groups=self.axis is None)
             if self.one_rounding:
                 more["ops"] = ONE_ROUNDING
             if self.model.exchange is not None:
                 more["peers"] = self.model.exchange.peers
-        rows, taps = arch.trunk(
-            self.model.params, self.model.config, x, positions, attend, hidden_layers, **more
-        )
-        kept = tuple(fresh) if stores else ()
-        return self._output(state, kept, live, rows, taps, cells)
+        return more
 
     def embed(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
         """Embedding rows of ids."""
