@@ -9,12 +9,12 @@ from the logits of a chunk of rows.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int
 
 from dllm_jax.kernels.layer import quantize_rows
 from dllm_jax.kernels.token_readout import (
@@ -36,6 +36,7 @@ from dllm_jax.runner.cells import Cells
 from dllm_jax.runner.chunks import FEW_ROWS, in_chunks
 from dllm_jax.strategies.core.protocol import Readout, TokenStats
 from dllm_jax.strategies.core.sampling import Shard, drawn_law, normaliser, settled, token_stats
+from dllm_jax.strategies.core.state import Sampling
 
 ROWS_DRAWN = 128  # of them at once: cuts and noise take several times the memory of the logits
 LAW_ROWS = 512  # at once: 537 MB of logits at 262k ids, which an H200 makes in the time of 3 reads
@@ -250,12 +251,13 @@ def read_expected(reader: Reader, hidden: Float[Array, "R D"], ask: Readout) -> 
         )
     of_slot = len(hidden) // len(sampling.temperature)
     each = sampling.of_rows(of_slot)
+    own = ask.replace(sampling=each)
 
     # From NumPy ids the mask is a constant of the program.
     ids = np.arange(len(head.embedding), dtype=np.int32)
     never = reader.forbidden(ids if shard is None else first_of(len(ids), shard.axis) + ids)
 
-    rows = (hidden, each, ask.keys)
+    rows = (hidden, own)
     is_kernel = shard is None and choose_law(hidden[:LAW_ROWS], head.weights) != "xla"
     at_once = KERNEL_LAW_ROWS if is_kernel else LAW_ROWS
 
@@ -264,23 +266,22 @@ def read_expected(reader: Reader, hidden: Float[Array, "R D"], ask: Readout) -> 
         return jnp.where(never, -jnp.inf, head(rows))
 
     def plain(rows: tuple[Any, ...], is_warm: bool = False) -> TokenStats:
-        hidden, sampling, keys = rows
-        heat = sampling.heat
+        hidden, ask = rows
+        heat = ask.sampling.heat
         if shard is None:
             how = {"scale": head.scale, "cap": head.cap, "is_warm": is_warm}
             read = law_readout(hidden, head.weights, never, heat, **how)
         else:
             logits = logits_of(hidden)
             read = _of_part(logits / heat[:, None], head.embedding.dtype, shard)
-        return _stats_of(head, read, sampling.temperature > 0, keys, ask.num_top, shard)
+        return _stats_of(reader, read, ask)
 
     def narrowed(rows: tuple[Any, ...]) -> TokenStats:
-        hidden, sampling, keys = rows
-        logits = logits_of(hidden)
-        law = drawn_law(logits, sampling, shard)
+        hidden, ask = rows
+        law = drawn_law(logits_of(hidden), ask.sampling, shard)
         dtype = head.embedding.dtype
         read = of_law(law, dtype) if shard is None else _of_part(law, dtype, shard)
-        return _stats_of(head, read, sampling.temperature > 0, keys, ask.num_top, shard)
+        return _stats_of(reader, read, ask)
 
     # Top-k and the nucleus pass over the logits again and again, in few rows at a time.
     def some_cut() -> TokenStats:
@@ -312,15 +313,11 @@ def _of_part(law: Float[Array, "R V"], dtype: Any, shard: Shard) -> LawReadout:
     return read._replace(token=token, rest=rest, spread=spread)
 
 
-def _stats_of(
-    head: Head,
-    read: LawReadout,
-    is_drawn: Array,
-    keys: PRNGKeyArray | None,
-    num_top: int,
-    shard: Shard | None,
-) -> TokenStats:
+def _stats_of(reader: Reader, read: LawReadout, ask: Readout) -> TokenStats:
     """What laws say; rows that are drawn take a token of theirs, the others the likeliest one."""
+    head, shard = cast(Head, reader.unembed), reader.shard
+    keys, num_top = ask.keys, ask.num_top
+    is_drawn = cast(Sampling, ask.sampling).temperature > 0
     best, mass = read.token, 1.0 + read.rest
     soft = jnp.dot(read.weights, head.embedding, preferred_element_type=jnp.float32)
     soft = soft if shard is None else shard.total(soft)
