@@ -32,8 +32,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dllm_jax.kernels.token_readout import mosaic, reference, triton
 from dllm_jax.kernels.token_readout.result import Part, joined, measured
+from dllm_jax.strategies.core.draw import token_stats
 from dllm_jax.strategies.core.protocol import Readout
-from dllm_jax.strategies.core.sampling import token_stats
 from dllm_jax.strategies.core.state import Sampling
 
 BYTES_PER_S, FLOPS_PER_S = 4.3e12, 790e12  # one H200: copy, dense bfloat16

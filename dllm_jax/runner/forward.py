@@ -26,6 +26,7 @@ from dllm_jax.runner.cells import Cells, first_cells
 from dllm_jax.runner.grammar_readout import read_first, read_planned
 from dllm_jax.runner.readout import Reader, of_rows, read_rows, read_soft, read_stats
 from dllm_jax.strategies.core import blocks, constraint
+from dllm_jax.strategies.core.draw import Shard, drawn_law
 from dllm_jax.strategies.core.protocol import (
     Conditioned,
     ForwardOutput,
@@ -36,7 +37,6 @@ from dllm_jax.strategies.core.protocol import (
     TokenMix,
     TokenStats,
 )
-from dllm_jax.strategies.core.sampling import Shard, drawn_law
 from dllm_jax.strategies.core.state import ERROR, RUNNING, DecodeState, Sampling
 
 TARGET = "target"  # name of the main model's pool

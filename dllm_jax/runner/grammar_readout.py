@@ -32,8 +32,8 @@ from dllm_jax.runner.readout import (
 )
 from dllm_jax.strategies.core import constraint
 from dllm_jax.strategies.core.constraint import NO_CLASS, ClassStats, Grammar, IdStats, View
+from dllm_jax.strategies.core.draw import Shard, gumbel, log_law, settled
 from dllm_jax.strategies.core.protocol import Readout, TokenStats
-from dllm_jax.strategies.core.sampling import Shard, gumbel, log_law, settled
 from dllm_jax.strategies.core.state import NO_TOKEN
 
 

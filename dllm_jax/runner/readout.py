@@ -34,8 +34,8 @@ from dllm_jax.models.head import Head
 from dllm_jax.models.sharding import first_of
 from dllm_jax.runner.cells import Cells
 from dllm_jax.runner.chunks import FEW_ROWS, in_chunks
+from dllm_jax.strategies.core.draw import Shard, drawn_law, normaliser, settled, token_stats
 from dllm_jax.strategies.core.protocol import Readout, TokenStats
-from dllm_jax.strategies.core.sampling import Shard, drawn_law, normaliser, settled, token_stats
 from dllm_jax.strategies.core.state import Sampling
 
 ROWS_DRAWN = 128  # of them at once: cuts and noise take several times the memory of the logits

@@ -18,8 +18,8 @@ from dllm_jax.models.architecture import DENSE
 from dllm_jax.models.dense import DenseConfig, init_params
 from dllm_jax.models.family_table import FamilyDefaults
 from dllm_jax.strategies import AR, BlockDiffusion, MultiBD
+from dllm_jax.strategies.core.draw import token_stats
 from dllm_jax.strategies.core.protocol import Readout
-from dllm_jax.strategies.core.sampling import token_stats
 from dllm_jax.strategies.core.state import LENGTH, NFE, STOP, Sampling
 
 VOCAB = 60

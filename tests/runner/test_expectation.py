@@ -22,8 +22,8 @@ from dllm_jax.models.head import Head
 from dllm_jax.runner import readout
 from dllm_jax.runner.chunks import in_chunks
 from dllm_jax.runner.readout import SHARE, Reader, read_expected
+from dllm_jax.strategies.core.draw import Shard
 from dllm_jax.strategies.core.protocol import Readout
-from dllm_jax.strategies.core.sampling import Shard
 from dllm_jax.strategies.core.state import NO_TOKEN, Sampling
 
 VOCAB, WIDTH, ROWS = 4 * SHARE + 300, 8, 6

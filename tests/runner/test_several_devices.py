@@ -32,7 +32,7 @@ from dllm_jax.models.sharding import Exchange, over_devices, total
 from dllm_jax.runner import forward
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies import DFlash, DiffusionGemma, MultiBD
-from dllm_jax.strategies.core.sampling import Shard
+from dllm_jax.strategies.core.draw import Shard
 from tests.contract import engine as toy
 from tests.contract import models
 from tests.contract.cases import case, sweep

@@ -14,6 +14,7 @@ import pytest
 
 from dllm_jax.strategies import as_strategy
 from dllm_jax.strategies.core import blocks, sampling
+from dllm_jax.strategies.core.draw import token_stats
 from dllm_jax.strategies.core.protocol import PerSlot, Readout, TokenStats
 from dllm_jax.strategies.core.state import Sampling
 from dllm_jax.strategies.testing.script import run_script
@@ -151,7 +152,7 @@ def law_stats(probs, num_top=2):
     """Statistics of laws given as rows of probabilities, one block of one slot."""
     rows = jnp.log(jnp.asarray(probs, jnp.float32))
     R = len(probs)
-    stats = sampling.token_stats(rows, Readout(sampling=Sampling.greedy(R), num_top=num_top))
+    stats = token_stats(rows, Readout(sampling=Sampling.greedy(R), num_top=num_top))
     return TokenStats(
         stats.token[None, None],
         stats.confidence[None, None],

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from dllm_jax.strategies.core.draw import Shard, token_stats
 from dllm_jax.strategies.core.protocol import Readout
-from dllm_jax.strategies.core.sampling import Shard, token_stats
 from dllm_jax.strategies.core.state import NO_TOKEN, Sampling
 
 pytestmark = pytest.mark.long
