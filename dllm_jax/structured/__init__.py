@@ -10,7 +10,8 @@ import numpy as np
 
 from .allowed import Tokens
 from .automaton import Spellings, TokenAutomaton, behind_marker, closed, spellings
-from .limits import MOST_NESTED, Budget, TooLarge
+from .limits import EXTENTS, MOST_STATES, Budget, TooLarge
+from .logic import NoInstance
 from .regex import byte_automaton
 from .schema import schema_tree
 from .tokens import first_bytes, token_bytes
@@ -36,6 +37,7 @@ __all__ = [
     "behind_marker",
     "compile",
     "first_bytes",
+    "fitting",
     "from_fields",
     "mark_ids",
     "spellings",
@@ -225,22 +227,24 @@ def compile(
     if isinstance(constraint, Tools):
         words = words.with_marks()
     try:
-        table, accepting = _fitting(constraint, budget, most_states, marks)
+        table, accepting = fitting(constraint, budget, most_states, marks)
     except TooLarge:
         if not isinstance(constraint, Tools) or constraint.loosest is None:
             raise
-        table, accepting = _fitting(constraint.loosest, budget, most_states, marks)
+        table, accepting = fitting(constraint.loosest, budget, most_states, marks)
     made = closed(table, accepting, words, stop_ids, never, budget)
     return dataclasses.replace(made, notes=tuple(budget.notes))
 
 
-def _fitting(
-    constraint: Constraint | Tools, budget: Budget, most_states: int, marks: tuple[str, ...]
+def fitting(
+    constraint: Constraint | Tools, budget: Budget, most_states: int, marks: tuple[str, ...] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The automaton over letters, in which values nest as deep as the device holds."""
-    levels = range(MOST_NESTED if isinstance(constraint, JsonSchema | Tools) else 0, -1, -1)
+    """The automaton over letters, with as much of a schema's instances as the device holds."""
     error: ValueError = TooLarge()
-    for budget.nesting in levels:
+    is_one = isinstance(constraint, Regex | Choice)
+    for extent in EXTENTS[:1] if is_one else EXTENTS:
+        # Where less may do, what is seen to be too large need not be made.
+        budget.begin(extent, MOST_STATES if is_one else min(MOST_STATES, _JOINED * most_states))
         try:
             if isinstance(constraint, Tools):
                 made = byte_automaton(constraint.tree(budget, marks), budget, 256 + len(marks))
@@ -249,6 +253,10 @@ def _fitting(
         except TooLarge as too_large:
             error = too_large
             continue
+        except NoInstance:
+            if extent == EXTENTS[0]:
+                raise
+            continue  # none of what is written here
         if len(made[0]) < most_states:  # the state after a stop id is one more
             return made
         error = TooLarge(
@@ -256,3 +264,6 @@ def _fitting(
             "fit the device; make it simpler, or shorten its repetitions"
         )
     raise error
+
+
+_JOINED = 4  # states before equal ones are joined are seldom more, of those that are left

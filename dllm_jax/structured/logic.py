@@ -19,7 +19,7 @@ from .parts import (
 )
 from .patterns import ANYTHING
 from .regex import NoText, byte_automaton
-from .strings import bounds_of, lengths_of, string_patterns
+from .strings import bounds_of, lengths_of, patterns_of, string_patterns
 from .trees import both, repeated
 
 MOST_NESTED = 32
@@ -64,7 +64,9 @@ class Logic:
         self._budget.check()
         self._num_read += 1
         if path.count(".") + path.count("[") > MOST_NESTED:
-            raise refused(path, f"is nested more than {MOST_NESTED} deep; flatten it")
+            raise TooLarge(
+                str(refused(path, f"is nested more than {MOST_NESTED} deep; flatten it"))
+            )
         if self._num_read > MOST_READ:
             raise TooLarge(
                 str(refused(path, f"is past the first {MOST_READ} subschemas; refer to fewer"))
@@ -113,7 +115,7 @@ class Logic:
 
     def referred(self, said: Said, most: int | None = None) -> Said:
         """What a reference leads to, `most` times within itself."""
-        most = self._budget.nesting if most is None else most
+        most = self._budget.extent.nesting if most is None else most
         path = f"{said.path}.$ref"
         found, name = self._document.found(said.schema, path)
         again = sum(said.refs.count(one) - 1 for one in {*said.refs, name}) + (name in said.refs)
@@ -246,19 +248,17 @@ class Logic:
             return any(self._is_never(of_item(way, i)) for i in range(min(least, longest + 1)))
         if kind == "string":
             least, most = lengths_of(way, "minLength", "maxLength")
-            patterns = string_patterns(way, is_wide=True)
             if most is not None and most < least:
                 return True
-            if not patterns:
-                return False
-            counted = (
-                [repeated(ANYTHING[0][1][2], least, most)] if least or most is not None else []
-            )
-            try:
-                byte_automaton(both([*patterns, *counted]), self._budget)
-            except NoText:
-                return True
-            return False
+            kept, key = self._budget.kept, (patterns_of(way), least, most)
+            if key[0] and key not in kept:
+                one = repeated(ANYTHING[0][1][2], least, most)
+                try:
+                    byte_automaton(both([*string_patterns(way, is_wide=True), one]), self._budget)
+                    kept[key] = False
+                except NoText:
+                    kept[key] = True
+            return bool(key[0]) and kept[key]
         if kind in ("integer", "number"):
             low, is_low_out, high, is_high_out, _ = bounds_of(way)
             if low is None or high is None:

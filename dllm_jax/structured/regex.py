@@ -1,5 +1,6 @@
 """Trees of expressions to automata over bytes of UTF-8."""
 
+import functools
 import itertools
 from re import _constants as _c  # type: ignore[attr-defined]
 from typing import Any
@@ -14,6 +15,7 @@ from .trees import (
     LETTERS,
     MEMBERS,
     MULTIPLES,
+    SUBSETS,
     Tree,
     children,
     ranges_of,
@@ -36,7 +38,7 @@ class _Nfa:
         self._budget = budget
 
     def state(self) -> int:
-        self._budget.check(len(self.edges) // 8)  # they are many more than the automaton's
+        self._budget.check(len(self.edges) // 4)  # they are many more than the automaton's
         self.edges.append([])
         self.empty.append([])
         return len(self.edges) - 1
@@ -63,6 +65,8 @@ class _Nfa:
             return self._repeat(start, *value)
         if op == MEMBERS:
             return self._members(start, *value)
+        if op == SUBSETS:
+            return self._subsets(start, *value)
         if op in (BOTH, FIRST_ALONE):
             return self._of_two(start, op, value)
         if op == MULTIPLES:
@@ -132,6 +136,20 @@ class _Nfa:
                 self.empty[state].append(end)
         return end
 
+    def _subsets(self, start: int, trees: list[Tree], comma: Tree, least: int, most: int) -> int:
+        """A state behind each set of items, whatever their order."""
+        behind = [start, *(self.state() for _ in range(1, 1 << len(trees)))]
+        end = self.state()
+        for subset, state in enumerate(behind):
+            if subset.bit_count() >= least:
+                self.empty[state].append(end)
+            if subset.bit_count() < most and subset < len(behind) - 1:
+                entry = self.add(state, comma) if subset else state
+                for place, tree in enumerate(trees):
+                    if not subset >> place & 1:
+                        self.empty[self.add(entry, tree)].append(behind[subset | 1 << place])
+        return end
+
     def _multiples(self, start: int, step: int) -> int:
         """A state for each rest of the division."""
         rests, end = [self.state() for _ in range(step)], self.state()
@@ -176,8 +194,11 @@ class _Nfa:
 
     def _of_two(self, start: int, op: Any, trees: tuple[Tree, Tree]) -> int:
         """The texts of two automata together, or of the first one alone."""
-        first, second = (byte_automaton(tree, self._budget) for tree in trees)
-        table, accepting = product(first, second, op == BOTH, self._budget)
+        kept = self._budget.kept
+        if id(trees) not in kept:  # a node stands in several places, as an item of a set does
+            first, second = (byte_automaton(tree, self._budget) for tree in trees)
+            kept[id(trees)] = trees, product(first, second, op == BOTH, self._budget)
+        _, (table, accepting) = kept[id(trees)]
         states, end = [self.state() for _ in table], self.state()
         self.empty[start].append(states[1])
         for state, row in enumerate(table):
@@ -190,6 +211,7 @@ class _Nfa:
         return end
 
 
+@functools.lru_cache(4096)
 def _utf8(low: int, high: int) -> list[list[tuple[int, int]]]:
     """Sequences of byte ranges that spell a range of characters."""
     for last in (0x7F, 0x7FF, 0xFFFF):

@@ -6,6 +6,7 @@ allows, never to more: properties come in the order of the schema, no others are
 them, and free values nest to a fixed depth.
 """
 
+import contextlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,11 +18,25 @@ from .logic import MOST_NESTED, Logic, NoInstance
 from .parts import Said, Way, kinds_of, listed_of, names_of, of_item, of_member, same, written_kinds
 from .patterns import ANYTHING, searched
 from .regex import NoText, byte_automaton
-from .strings import CHAR, lengths_of, number_tree, string_tree
-from .trees import BOTH, FIRST_ALONE, Tree, both, either, in_json, members, parsed, repeated, text
+from .sets import groups
+from .strings import CHAR, bounds_of, held, lengths_of, number_tree, string_tree
+from .trees import (
+    BOTH,
+    FIRST_ALONE,
+    Tree,
+    any_order,
+    both,
+    either,
+    in_json,
+    members,
+    parsed,
+    repeated,
+    text,
+)
 
 MOST_PATTERNS = 4  # of the names of one object
 MOST_ORDERS = 4  # values that may stand in any order, each once
+MOST_LISTED = 16  # integers between bounds
 _INTEGER = r"-?(?:0|[1-9][0-9]*)"
 _STRING = parsed(f'"{CHAR}*"')
 _NUMBER = parsed(_INTEGER + r"(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
@@ -58,7 +73,7 @@ class _Writer:
     """Trees of the values of one document."""
 
     def __init__(self, logic: Logic, budget: Budget, compact: bool, spaced: bool = False):
-        self._logic, self._budget = logic, budget
+        self._logic, self._budget, self._depth = logic, budget, 0
         self._space = [] if compact else parsed(r"[ \n\r\t]*")
         behind = parsed(" ?") if spaced else self._space
         self._scalars = _SHORT if spaced else _SCALARS
@@ -74,7 +89,7 @@ class _Writer:
         trees, error = [], None
         for way in self._logic.ways(saids):
             if not way:
-                return self._any(self._budget.nesting)
+                return self._any(self._budget.extent.nesting)
             for kind in ["enum"] if listed_of(way) is not None else written_kinds(way):
                 try:
                     trees.append(self._of_kind(kind, way))
@@ -93,10 +108,12 @@ class _Writer:
             if not fitting:
                 raise _none(path, "lists no value (enum, const) that fits what else is said")
             return either([self._instance(one, f"{path}.enum", 0) for one in fitting])
-        if kind == "object":
-            return self._object(way, path)
-        if kind == "array":
-            return self._array(way, path)
+        if kind in ("object", "array"):
+            self._depth += 1
+            try:
+                return (self._object if kind == "object" else self._array)(way, path)
+            finally:
+                self._depth -= 1
         if kind == "string":
             least, most = lengths_of(way, "minLength", "maxLength")
             if most is not None and most < least:
@@ -118,8 +135,9 @@ class _Writer:
 
     def _check_texts(self, tree: Tree) -> None:
         """Whether two trees have a text together is seen by their automaton alone."""
-        if tree and tree[0][0] in (BOTH, FIRST_ALONE):
+        if tree and tree[0][0] in (BOTH, FIRST_ALONE) and id(tree) not in self._budget.kept:
             byte_automaton(tree, self._budget)
+            self._budget.kept[id(tree)] = tree
 
     # --- objects ---------------------------------------------------------------------------------
 
@@ -128,8 +146,12 @@ class _Writer:
         if most is not None and most < least:
             raise _none(f"{path}.maxProperties", "is below minProperties")
         needed, listed = names_of(way, "required"), names_of(way, "properties")
-        every = []
-        for name in listed | needed:
+        every, written = [], [*(listed | needed)]
+        if self._depth > self._budget.extent.deepest and len(written) > max(len(needed), least):
+            kept = [*(needed | listed)][: max(len(needed), least)]
+            written = [name for name in written if name in kept]
+            self._budget.notes[f"{path}: what may be left out is not written"] = None
+        for name in written:
             saids = of_member(way, name)
             try:
                 if not all(
@@ -171,7 +193,7 @@ class _Writer:
             try:
                 byte_automaton(key, self._budget)
                 is_free = not saids and key is _STRING
-                value = self._any(self._budget.nesting - 1) if is_free else self.value(saids)
+                value = self._any(self._budget.extent.nesting - 1) if is_free else self.value(saids)
                 trees.append([*key, *self._colon, *value])
             except (NoInstance, NoText):
                 continue
@@ -213,6 +235,8 @@ class _Writer:
         least, most = lengths_of(way, "minItems", "maxItems")
         if most is not None and most < least:
             raise _none(f"{path}.maxItems", "is below minItems")
+        written = max(self._budget.extent.longest // 8, least)
+        most = held(way, "maxItems", most, written, self._budget)
         longest = max((len(said.schema.get("prefixItems", [])) for said in way), default=0)
         is_set = most != 1 and any(said.schema.get("uniqueItems") for said in way)
         if is_set and longest:
@@ -248,18 +272,37 @@ class _Writer:
         return self._braced("[]", tree)
 
     def _unique(self, saids: list[Said], path: str, least: int, most: int | None) -> Tree:
-        """Items of listed values, each once: a few in any order, more in that of the list."""
+        """Items none of which equals another."""
+        saids = saids or [Said({}, path)]
+        values = self._values(saids)
+        if values is None:
+            trees = self._of_groups(saids, path, least)
+        else:
+            trees = [self._instance(one, path, 0) for one in values]
+        if len(trees) < least:
+            raise _none(f"{path}.minItems", f"is above the {len(trees)} items that are told apart")
+        if not trees:
+            return self._braced("[]", [])
+        most = None if most is None or most >= len(trees) else most
+        if len(trees) <= MOST_ORDERS:
+            return self._braced("[]", any_order(trees, self._comma, least, most))
+        return self._braced(
+            "[]", members([(one, False) for one in trees], self._comma, least, most)
+        )
+
+    def _values(self, saids: list[Said]) -> list[Any] | None:
+        """All values that fit, each once; None where they are too many to list."""
         values: list[Any] = []
         for way in self._logic.ways(saids):
-            listed = listed_of(way)
+            listed, kinds = listed_of(way), kinds_of(way)
+            if listed is None and kinds == ["integer"]:
+                low, _, high, _, _ = bounds_of(way)
+                if low is not None and high is not None and high - low <= MOST_LISTED:
+                    listed = [*range(int(low), int(high) + 1)]
             if listed is None:
                 small = {"boolean": [False, True], "null": [None]}
-                kinds = kinds_of(way)
                 if not set(kinds) <= set(small):
-                    raise refused(
-                        f"{path}.uniqueItems",
-                        "is supported for items of an enum, or one item (maxItems); leave it out",
-                    )
+                    return None
                 listed = [one for kind in kinds for one in small[kind]]
             values += [
                 one
@@ -267,15 +310,22 @@ class _Writer:
                 if all(self._logic.fits(one, said) for said in way)
                 and not any(same(one, other) for other in values)
             ]
-        if len(values) < least:
-            raise _none(f"{path}.minItems", f"is above the {len(values)} values that there are")
-        trees = [self._instance(one, path, 0) for one in values]
-        most = None if most is None or most >= len(values) else most
-        orders = [trees]
-        if len(trees) <= MOST_ORDERS:
-            orders = [list(one) for one in itertools.permutations(trees)]
-        every = [members([(one, False) for one in own], self._comma, least, most) for own in orders]
-        return self._braced("[]", either(every) if trees else [])
+        return values
+
+    def _of_groups(self, saids: list[Said], path: str, least: int) -> list[Tree]:
+        """Trees that share no value, of as many items as there are to be."""
+        count = max(self._budget.extent.items, least)
+        trees: list[Tree] = []
+        for is_other in (False, True):
+            found = []
+            for group in groups(self._logic, saids, count, is_other):
+                with contextlib.suppress(NoInstance):
+                    found.append(self.value([*saids, group]))
+            trees = max(trees, found[:count], key=len)
+            if len(trees) >= max(least, min(count, 2)):
+                break
+        self._budget.notes[f"{path}.uniqueItems: at most {len(trees)} items are written"] = None
+        return trees
 
     # --- parts -----------------------------------------------------------------------------------
 

@@ -32,6 +32,21 @@ def lengths_of(way: Sequence[Any], low: str, high: str) -> tuple[int, int | None
     return least, min(most, default=None)
 
 
+def held(
+    way: Sequence[Any], high: str, most: int | None, longest: int, budget: Budget
+) -> int | None:
+    """The most that is written, where the keyword of the most allows more than is held."""
+    if most is None or most <= longest:
+        return most
+    budget.notes[f"{way[0].path}.{high} {most}: at most {longest} are written"] = None
+    return longest
+
+
+def patterns_of(way: Sequence[Any]) -> tuple[str, ...]:
+    """The patterns of a way."""
+    return tuple(said.schema["pattern"] for said in way if "pattern" in said.schema)
+
+
 def string_patterns(way: Sequence[Any], is_wide: bool = False) -> list[Tree]:
     """Trees of a way's patterns, as of `searched`."""
     found = {}
@@ -52,6 +67,8 @@ def string_tree(way: Sequence[Any], budget: Budget) -> Tree:
         NoText: The lengths are not those of the pattern.
     """
     least, most = lengths_of(way, "minLength", "maxLength")
+    longest = max(budget.extent.longest, least)
+    most = held(way, "maxLength", most, longest, budget)
     formats = {}
     for said in way:
         name = said.schema.get("format")
@@ -59,7 +76,14 @@ def string_tree(way: Sequence[Any], budget: Budget) -> Tree:
             formats[name] = parsed(FORMATS[name])
         elif name is not None:
             budget.notes[f"{said.path}.format {name!a:.40}"] = None
-    trees = [*string_patterns(way), *formats.values()]
+    key = patterns_of(way), (*formats,), least, most
+    if key not in budget.kept:
+        trees = [shorter(one, longest, is_counted=True) for one in string_patterns(way)]
+        budget.kept[key] = _between_quotes([*trees, *formats.values()], least, most)
+    return budget.kept[key]
+
+
+def _between_quotes(trees: list[Tree], least: int, most: int | None) -> Tree:
     if not trees:
         char = CHAR if most is None and least < 2 else _COUNTED_CHAR
         return repeated(parsed(char), least, most)

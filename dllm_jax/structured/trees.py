@@ -1,10 +1,11 @@
 """Expressions as trees: what patterns are parsed to, and what schemas are put together from.
 
 A tree is a list of nodes `(op, value)` in sequence, as the standard library's parser has them.
-Six ops are ours. `MEMBERS`: the members of an object in their order, with commas between those
-that are there. `BOTH` and `FIRST_ALONE` of two trees: the texts of both, and those of the first
-that are none of the second. `MULTIPLES`: the numerals of a number's multiples from 0 on. `LETTERS`:
-one of some letters, bytes as they are or tokens without bytes. `FREE`: any letters without marks.
+Seven ops are ours. `MEMBERS`: the members of an object in their order, with commas between those
+that are there. `SUBSETS`: the same in any order. `BOTH` and `FIRST_ALONE` of two trees: the texts
+of both, and those of the first that are none of the second. `MULTIPLES`: the numerals of a number's
+multiples from 0 on. `LETTERS`: one of some letters, bytes as they are or tokens without bytes.
+`FREE`: any letters without marks.
 """
 
 import re
@@ -16,7 +17,7 @@ from typing import Any
 LAST = 0x10FFFF
 MOST_CHARS = 100_000  # of an expression; its parser takes a second for four times as many
 MOST_DEEP = 64  # of its groups and repetitions
-MEMBERS, MULTIPLES = "members", "multiples"
+MEMBERS, SUBSETS, MULTIPLES = "members", "subsets", "multiples"
 BOTH, FIRST_ALONE = "both", "first alone"
 LETTERS, FREE = "letters", "free"
 Tree = list[tuple[Any, Any]]
@@ -117,6 +118,11 @@ def members(
         least, most: How many are there.
     """
     return [(MEMBERS, (list(each), comma, least, most))]
+
+
+def any_order(trees: Sequence[Tree], comma: Tree, least: int = 0, most: int | None = None) -> Tree:
+    """Trees each of which stands once at most, in any order; a few, since all subsets count."""
+    return [(SUBSETS, (list(trees), comma, least, len(trees) if most is None else most))]
 
 
 def both(trees: Sequence[Tree]) -> Tree:
@@ -254,18 +260,23 @@ def repeats_one(tree: Tree) -> tuple[Tree, int, int | None] | None:
     return inner, least, None if most is _c.MAXREPEAT else int(most)
 
 
-def shorter(tree: Tree, more: int) -> Tree:
-    """A tree in which nothing is repeated without end, but `more` times above its least."""
+def shorter(tree: Tree, more: int, is_counted: bool = False) -> Tree:
+    """A tree in which nothing is repeated without end, but `more` times above its least.
+
+    Args:
+        is_counted: What has an end is repeated less often, and the rest as it is.
+    """
     found: Tree = []
     for op, value in tree:
         if op in (_c.MAX_REPEAT, _c.MIN_REPEAT):
             least, most, inner = value
-            most = least + more if most is _c.MAXREPEAT else most
-            found.append((_c.MAX_REPEAT, (least, most, shorter(inner, more))))
+            if (most is not _c.MAXREPEAT) is is_counted:
+                most = least + more if most is _c.MAXREPEAT else min(most, max(least, more))
+            found.append((_c.MAX_REPEAT, (least, most, shorter(inner, more, is_counted))))
         elif op in (_c.BRANCH, _c.SUBPATTERN):
-            found += either([shorter(one, more) for one in children(op, value)])
+            found += either([shorter(one, more, is_counted) for one in children(op, value)])
         elif op in (BOTH, FIRST_ALONE):
-            found.append((op, (shorter(value[0], more), value[1])))
+            found.append((op, (shorter(value[0], more, is_counted), value[1])))
         else:
             found.append((op, value))
     return found

@@ -300,7 +300,7 @@ def test_a_schema_takes_its_instances(schema, fitting, others):
         ({"pattern": "("}, "$.pattern"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "no number between"),
         ({"type": "integer", "minimum": "3"}, "$.minimum"),
-        ({"type": "array", "uniqueItems": True}, "$.uniqueItems"),
+        ({"items": {"type": "null"}, "uniqueItems": True, "minItems": 2}, "$.minItems"),
         ({"type": "array", "minItems": 2, "maxItems": 1}, "$.maxItems"),
         ({"minProperties": 2}, "$.minProperties"),
         ({"enum": []}, "$.enum"),

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from dllm_jax.structured import Budget, Choice, JsonSchema, Regex, limits
+from dllm_jax.structured.limits import Extent
 from dllm_jax.structured.regex import byte_automaton
 
 KEYWORDS = [
@@ -70,7 +71,7 @@ def compiled(monkeypatch):
     """Compile, or give the refusal; automata of equal trees are made once, in one budget."""
     monkeypatch.setattr(limits, "MOST_S", 60)
     made, budget = set(), Budget()
-    budget.nesting = 0
+    budget.extent = Extent(0)
 
     def one(make):
         try:

@@ -9,7 +9,7 @@ import pytest
 from jsonschema import validators
 from jsonschema.validators import Draft202012Validator
 
-from dllm_jax.structured import Budget, JsonSchema
+from dllm_jax.structured import Budget, JsonSchema, fitting
 from dllm_jax.structured.limits import distances
 from dllm_jax.structured.regex import accepts, byte_automaton
 from tests.structured.test_schemas import drawn
@@ -207,6 +207,63 @@ TAKEN = [
         [["a", "c"], ["a", "b", "f"]],
         ['["a"]', '["a","a"]', '["a","b","c","d"]'],
     ),
+    (
+        "a set of texts",
+        {"items": {"type": "string"}, "uniqueItems": True, "minItems": 1},
+        [["x", "a", "m"], ["beta"], ["9", "old", "alpha", "key"]],
+        ["[]", '["a","a"]', '["a","z","\\u0061"]'],
+    ),
+    (
+        "a larger set of texts",
+        {"items": WORD, "uniqueItems": True, "minItems": 6},
+        [["a", "e", "j", "n", "r", "w"]],
+        ['["a","a","j","n","r","w"]'],
+    ),
+    (
+        "a set of addresses",
+        {"items": {"type": "string", "format": "uri"}, "uniqueItems": True, "minItems": 2},
+        [["https://x.org/a", "https://x.org/z"]],
+        ['["http://x.org/","http://x.org/"]'],
+    ),
+    (
+        "a set of numbers",
+        {"items": {"type": "number"}, "uniqueItems": True},
+        [[443, 80, 8080], [-1]],
+        ["[1,1.0]", "[0,-0]", "[443,443]"],
+    ),
+    (
+        "a set of days",
+        {
+            "items": {"type": "integer", "minimum": 1, "maximum": 7},
+            "uniqueItems": True,
+            "minItems": 7,
+        },
+        [[1, 2, 3, 4, 5, 6, 7]],
+        ["[1,1,2,3,4,5,6]"],
+    ),
+    (
+        "a set of objects",
+        {
+            "items": {
+                "properties": {"on": {"type": "boolean"}, "name": WORD},
+                "required": ["name"],
+            },
+            "uniqueItems": True,
+        },
+        [[{"name": "x"}, {"on": True, "name": "b"}]],
+        ['[{"name":"x"},{"name":"x"}]', '[{"name":"x"},{"on":true,"name":"x"}]'],
+    ),
+    (
+        "a set of pairs",
+        {
+            "items": {"prefixItems": [WORD, {"const": 1}], "items": False},
+            "uniqueItems": True,
+            "type": "array",
+        },
+        [[["a"], ["x", 1]]],
+        ['[["a"],["a"]]', "[[],[]]"],
+    ),
+    ("a set of anything", {"uniqueItems": True}, [["a", 1, False]], ["[1,1]"]),
     ("one item at most", {"items": WORD, "uniqueItems": True, "maxItems": 1}, [["a"]], []),
     ("a name twice", {"required": ["a", "a"], "properties": {"b": False}}, [{"a": 1}], ["{}"]),
     (
@@ -292,7 +349,6 @@ def test_c45_13_unknown_keywords_are_annotations_and_noted():
         ({"contains": {}}, "$.contains is not supported"),
         ({"$dynamicRef": "#x"}, "$.$dynamicRef is not supported"),
         ({"disallow": "string"}, "$.disallow is not supported"),
-        ({"items": WORD, "uniqueItems": True}, "$.uniqueItems"),
         ({"prefixItems": [{}], "items": {"enum": [1]}, "uniqueItems": True}, "$.uniqueItems"),
         ({"$ref": "#/$defs/n", "$defs": {"n": {"$ref": "#/$defs/n"}}}, "refers to itself"),
         ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "refers to itself"),
@@ -308,6 +364,24 @@ def test_c45_13_what_cannot_be_held_is_refused_by_name(schema, said):
     with pytest.raises(ValueError, match="JSON schema: ") as raised:
         _automaton(schema)
     assert said in str(raised.value)
+
+
+def test_c45_13_less_is_written_where_all_would_be_too_large():
+    """What less is written is said, and a schema that fits is held to in full."""
+    long = {"type": "string", "maxLength": 5000}
+    inner = {"type": "object", "properties": {"a": long, "b": long}, "required": ["b"]}
+    budget = Budget()
+    schema = {"properties": {"c": inner, "d": long, "e": {"type": "array", "items": inner}}}
+    automaton = fitting(JsonSchema(schema), budget, 1024)
+    assert len(automaton[0]) < 1024
+    assert accepts(automaton, b'{"c":{"b":"' + 10 * b"x" + b'"},"d":""}')
+    assert not accepts(automaton, b'{"c":{"b":"' + 5001 * b"x" + b'"}}')
+    assert any("$.properties.d.maxLength 5000: at most" in note for note in budget.notes)
+    budget = Budget()
+    small = {"type": "string", "maxLength": 100}
+    automaton = fitting(JsonSchema(small), budget, 1024)
+    assert accepts(automaton, b'"' + 100 * b"x" + b'"')
+    assert not budget.notes
 
 
 SPACES = "\u00a0\u1680\u2003\u2028\u2029\u202f\u205f\u3000\ufeff"
