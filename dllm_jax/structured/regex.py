@@ -137,7 +137,7 @@ class _Nfa:
         return end
 
     def _subsets(self, start: int, trees: list[Tree], comma: Tree, least: int, most: int) -> int:
-        """A state behind each set of items, whatever their order."""
+        """A state after each set of items, whatever their order."""
         behind = [start, *(self.state() for _ in range(1, 1 << len(trees)))]
         end = self.state()
         for subset, state in enumerate(behind):

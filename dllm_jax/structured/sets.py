@@ -21,7 +21,7 @@ def groups(logic: Logic, saids: list[Said], count: int, is_other: bool = False) 
 
     Args:
         count: Of groups, about: kinds share them.
-        is_other: Told apart by other letters and sizes, where the first ones do not tell much.
+        is_other: They differ by other letters and sizes, where the first ones do not tell much.
     """
     kinds: dict[str, Way] = {}
     for way in logic.ways(saids):
