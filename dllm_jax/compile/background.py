@@ -13,7 +13,16 @@ from typing import Any
 
 _threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 _is_ending = threading.Event()
-os.register_at_fork(after_in_child=_threads.clear)
+_turns = [threading.Lock()]
+
+
+def _begin_anew() -> None:
+    """In a forked child no thread runs, and none holds the lock."""
+    _threads.clear()
+    _turns[0] = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def compile_in_background(runner: Any, work: Sequence[Any]) -> "Future[None]":
@@ -37,11 +46,12 @@ def compile_in_background(runner: Any, work: Sequence[Any]) -> "Future[None]":
 def _compile_each(to_runner: "weakref.ref[Any]", work: Sequence[Any], done: "Future[None]") -> None:
     try:
         for item in work:
-            runner = to_runner()
-            if runner is None or not runner.is_open or _is_ending.is_set():
-                break
-            runner.device.compile_program(item.call(runner))
-            del runner
+            with _turns[0]:
+                runner = to_runner()
+                if runner is None or not runner.is_open or _is_ending.is_set():
+                    break
+                runner.device.compile_program(item.call(runner))
+                del runner
     except BaseException as error:
         done.set_exception(error)
     else:

@@ -249,6 +249,7 @@ class Engine:
         for sequence in self.scheduler.admit(self._has_programs):
             with self._alone(sequence):
                 self._place(sequence)
+        self.runner.forget_failed_programs()  # all that waited have their error
         if not self.scheduler.live and not self._rounds:
             self.runner.await_programs(PROGRAMS_WAIT_S)
 

@@ -45,6 +45,7 @@ def output(active: ActiveRequest, now: float) -> RequestOutput:
         finished=all(sequence.stage == DONE for sequence in active.sequences),
         metrics=_metrics(active, completions, now),
         error=active.error,
+        constraint_notes=() if active.request.grammar is None else active.request.grammar.notes,
     )
 
 

@@ -273,6 +273,8 @@ class RequestOutput:
     Attributes:
         outputs: Its texts, by sequence index.
         error: Why it ended with "error", else None.
+        constraint_notes: What its constraint says that nothing is held to, and what less is
+            written of a schema that is large.
     """
 
     request_id: str
@@ -282,6 +284,7 @@ class RequestOutput:
     finished: bool
     metrics: Metrics
     error: str | None = None
+    constraint_notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         texts = ", ".join(f"{_short(one.text)} ({one.finish_reason})" for one in self.outputs[:3])

@@ -75,6 +75,7 @@ class Ready:
 
     Attributes:
         arrays: Unpadded, without a slot axis.
+        notes: As of `structured.TokenAutomaton`.
     """
 
     class_of: np.ndarray
@@ -83,6 +84,7 @@ class Ready:
     end: int
     distance: np.ndarray
     arrays: dict[str, np.ndarray]
+    notes: tuple[str, ...] = ()
 
 
 BUCKETS = (
@@ -119,6 +121,7 @@ def ready(automaton: Automaton, num_ids: int) -> Ready:
         int(automaton.end),
         np.asarray(automaton.distance),
         given,
+        getattr(automaton, "notes", ()),
     )
 
 

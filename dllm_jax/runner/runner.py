@@ -305,6 +305,12 @@ class ModelRunner(Dispatch):
         self._preparing[sizes] = done = Future()
         done.set_result(None)
 
+    def forget_failed_programs(self) -> None:
+        """Compile programs again that did not compile, when the next request needs them."""
+        for sizes, future in list(self._preparing.items()):
+            if future.done() and future.exception() is not None:
+                del self._preparing[sizes]
+
     def await_programs(self, timeout_s: float) -> None:
         """Wait until the programs of some grammar are compiled, or the time is over."""
         left = [future for future in self._preparing.values() if not future.done()]

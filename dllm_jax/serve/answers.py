@@ -75,7 +75,7 @@ class Form:
         choice = {"index": delta.choice, **content, "logprobs": None, "finish_reason": finish}
         if finish is not None:
             choice["stop_reason"] = stop
-        return self._chunk | {"choices": [choice]}
+        return self._chunk | {"choices": [choice]} | _notes([delta.usage] if delta.usage else [])
 
     def frame(self, choice: int, seq: int, changes: dict[str, Any]) -> dict[str, Any]:
         """A denoise frame."""
@@ -103,6 +103,7 @@ class Form:
             "choices": choices,
             "usage": self.usage(num_tokens, usages),
             "metrics": metrics(num_tokens, usages),
+            **_notes(usages),
         }
 
     def usage(self, num_tokens: int, usages: Sequence[Usage] = ()) -> dict[str, Any]:
@@ -115,6 +116,12 @@ class Form:
         if usages:
             counts["prompt_tokens_details"] = {"cached_tokens": total(usages).cached_tokens}
         return counts
+
+
+def _notes(usages: Sequence[Usage]) -> dict[str, Any]:
+    """What is said of the request's constraint, where something is."""
+    notes = usages[0].notes if usages else []
+    return {"dllm": {"notes": notes}} if notes else {}
 
 
 def metrics(num_tokens: int, usages: Sequence[Usage]) -> dict[str, Any]:

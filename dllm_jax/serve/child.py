@@ -43,6 +43,7 @@ _COUNTS_PERIOD_S = 0.5
 # requests that run, and with the third it is the engine that is broken.
 _MOST_FAILED_STEPS = 3
 _OWN_COUNTS = ("steps", "devices", "weight_version")  # not of the engine's `Stats`
+_MOST_NOTES = 32  # of a constraint, in an answer
 _SOON_S = 1e-3  # left of a deadline that passed while its request waited
 
 
@@ -616,6 +617,7 @@ def _usage(output: RequestOutput) -> Usage:
         queue_s=metrics.queue_s,
         ttfb_s=metrics.ttfb_s,
         e2e_s=metrics.e2e_s,
+        notes=list(output.constraint_notes[:_MOST_NOTES]),
     )
 
 

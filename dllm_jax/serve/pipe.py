@@ -187,7 +187,11 @@ class Carried(Message):
 
 
 class Usage(msgspec.Struct, array_like=True):
-    """Counts of one prompt, sent with its last delta."""
+    """Counts of one prompt, sent with its last delta.
+
+    Attributes:
+        notes: On its constraint.
+    """
 
     prompt_tokens: int
     cached_tokens: int
@@ -198,16 +202,18 @@ class Usage(msgspec.Struct, array_like=True):
     queue_s: float | None
     ttfb_s: float | None
     e2e_s: float
+    notes: list[str] = []
 
 
 def total(usages: Sequence[Usage]) -> Usage:
     """Of all prompts of a request: sums of counts, the longest times."""
     if len(usages) == 1:
         return usages[0]
-    names = Usage.__struct_fields__
+    names = Usage.__struct_fields__[:-1]
     columns = [[getattr(usage, name) or 0 for usage in usages] for name in names]
     return Usage(
-        *(max(c) if n.endswith("_s") else sum(c) for n, c in zip(names, columns, strict=True))
+        *(max(c) if n.endswith("_s") else sum(c) for n, c in zip(names, columns, strict=True)),
+        usages[0].notes,
     )
 
 

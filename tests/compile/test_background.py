@@ -114,12 +114,36 @@ def test_a_failed_compilation_ends_its_requests_alone(warm, go, monkeypatch):
     def fails(call):
         raise RuntimeError("no such\ninstruction")
 
+    compiles = warm.device.compile_program
     monkeypatch.setattr(warm.device, "compile_program", fails)
     engine = Engine(warm)
     names = [engine.add(one) for one in (BOUND, PLAIN, BOUND)]
     one, plain, other = run(engine, *names)
     assert "output cannot be compiled: RuntimeError: no such; instruction" in one.error
     assert (other.error, ends([plain])) == (one.error, [wanted(NAME, FREE)])
+    # It is not kept: the next request tries again.
+    assert not warm._preparing
+    monkeypatch.setattr(warm.device, "compile_program", compiles)
+    go.set()
+    (text,) = run(engine, engine.add(BOUND))
+    assert_keeps(text)
+
+
+def test_programs_of_two_sizes_are_compiled_in_turn(warm, go, monkeypatch):
+    at_once, most = [], []
+
+    def counts(call):
+        at_once.append(call)
+        most.append(len(at_once))
+        time.sleep(0.01)
+        at_once.pop()
+
+    monkeypatch.setattr(warm.device, "compile_program", counts)
+    for sizes in grammars.BUCKETS:
+        warm._preparing[sizes] = warmup.compile_grammars(warm, sizes)
+    futures = warm._preparing.values()
+    assert [future.exception(LONG_S) for future in futures] == [None] * len(futures)
+    assert max(most) == 1
 
 
 @pytest.mark.parametrize("end", ["closed", "dropped"])

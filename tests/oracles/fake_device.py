@@ -165,6 +165,9 @@ class FakeDevice:
         """All of them."""
         return True
 
+    def forget_failed_programs(self) -> None:
+        """None has failed."""
+
     def await_programs(self, timeout_s: float) -> None:
         """None is compiled."""
 

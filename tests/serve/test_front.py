@@ -489,6 +489,11 @@ def test_answers_have_openais_reasons():
     ):
         (choice,) = form.whole([Delta(1, 0, "x", 2, finish=ours)], [USAGE])["choices"]
         assert (choice["finish_reason"], choice["stop_reason"]) == (finish, stop)
+    noted = msgspec.structs.replace(USAGE, notes=["$.minLenght"])
+    last = Delta(1, 0, "x", 2, finish="stop", usage=noted)
+    for answer in (form.piece(last), form.whole([last], [noted, USAGE])):
+        assert answer["dllm"] == {"notes": ["$.minLenght"]}
+    assert "dllm" not in form.whole([last], [USAGE])
     reported = form.whole([Delta(1, 0, "x", 2, finish="stop")], [USAGE])["metrics"]
     assert (reported["tokens_per_forward"], reported["queue_time_ms"]) == (4.0, 10.0)
     assert reported["generation_time_ms"] == 40.0
