@@ -212,8 +212,11 @@ def total(usages: Sequence[Usage]) -> Usage:
     names = Usage.__struct_fields__[:-1]
     columns = [[getattr(usage, name) or 0 for usage in usages] for name in names]
     return Usage(
-        *(max(c) if n.endswith("_s") else sum(c) for n, c in zip(names, columns, strict=True)),
-        usages[0].notes,
+        **{
+            name: max(column) if name.endswith("_s") else sum(column)
+            for name, column in zip(names, columns, strict=True)
+        },
+        notes=usages[0].notes,
     )
 
 
