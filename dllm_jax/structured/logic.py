@@ -1,9 +1,11 @@
 """What schemas say together: the ways to be an instance, which values fit, and what has none."""
 
+import itertools
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .drafts import OF_TYPE, Document, normal, refused
+from .drafts import OF_TYPE, Document, is_number, normal, refused
 from .limits import Budget, TooLarge
 from .parts import (
     Said,
@@ -25,6 +27,8 @@ from .trees import both, repeated
 MOST_NESTED = 32
 MOST_READ = 4096  # subschemas, each as often as it is referred to
 MOST_WAYS = 512
+MOST_HINTS = 16  # names by which one way may be told from another
+_UNEVALUATED = {"unevaluatedProperties", "unevaluatedItems"}
 _PLAIN = {"type", "enum"}.union(*OF_TYPE.values())
 
 
@@ -48,7 +52,7 @@ class Logic:
         """
         found: list[Way] = [[]]
         for said in saids:
-            found = self._together(found, self._ways_of(said, is_loose))
+            found = self._ways_of(said, is_loose, found)
         return found
 
     def _together(self, ways: list[Way], others: list[Way]) -> list[Way]:
@@ -75,16 +79,19 @@ class Logic:
             raise refused(path, "is no schema; give an object, true or false")
         return normal(schema, path, self._document.is_old, self._budget.notes)
 
-    def _ways_of(self, said: Said, is_loose: bool) -> list[Way]:
+    def _ways_of(self, said: Said, is_loose: bool, among: list[Way]) -> list[Way]:
+        """The ways among some to be an instance too; what is said already tells others apart."""
         if isinstance(said.schema, bool):
-            return [[]] if said.schema else []
+            return among if said.schema else []
         schema = self._normal(said)
+        if among != [[]] and _UNEVALUATED & schema.keys():  # they see what is within alone
+            return self._together(among, self._ways_of(said, is_loose, [[]]))
         plain = {name: one for name, one in schema.items() if name in _PLAIN}
-        ways = [[said._replace(schema=plain)] if plain else []]
+        ways = self._together(among, [[said._replace(schema=plain)] if plain else []])
         if "$ref" in schema:
-            ways = self._together(ways, self._ways_of(self.referred(said), is_loose))
+            ways = self._ways_of(self.referred(said), is_loose, ways)
         for i, one in enumerate(schema.get("allOf", [])):
-            ways = self._together(ways, self._ways_of(said.under(f"allOf[{i}]", one), is_loose))
+            ways = self._ways_of(said.under(f"allOf[{i}]", one), is_loose, ways)
         for name in ("anyOf", "oneOf"):
             if name in schema:
                 every = [said.under(f"{name}[{i}]", one) for i, one in enumerate(schema[name])]
@@ -129,28 +136,31 @@ class Logic:
         found, error = [], None
         for said in every:
             try:
-                found += self._ways_of(said, is_loose)
+                found += self._ways_of(said, is_loose, ways)
             except NoInstance as one:
                 error = one
+            if len(found) > MOST_WAYS:
+                self._together(found, [[]])
         if error and (is_loose or not found):
             raise error
-        return self._together(ways, found)
+        return found
 
     def _one(self, ways: list[Way], every: list[Said]) -> list[Way]:
         """Alternatives, each with what tells it from the others."""
-        found = []
+        found, shared = [], None
         for i, said in enumerate(every):
-            own = self._together(ways, self._any([[]], [said], False))
+            own = self._any(ways, [said], False)
             for j, other in enumerate(every):
                 if i != j:
                     told = [self._apart(way, other) for way in own if not self.is_empty(way)]
                     if None in told:
-                        raise refused(
-                            f"{said.path}",
-                            f"shares instances with [{j}]; use anyOf, or tell them apart",
-                        )
+                        shared = shared or (said.path, j)
+                        self._budget.notes[f"{said.path}: where [{j}] may hold too"] = None
                     own = [way for way in told if way is not None]
             found += own
+        if shared and not found:
+            path, j = shared
+            raise refused(path, f"shares instances with [{j}]; use anyOf, or tell them apart")
         return found
 
     def _without(self, ways: list[Way], other: Said) -> list[Way]:
@@ -170,7 +180,10 @@ class Logic:
         told = [self._apart(way, given) for way in ways if not self.is_empty(way)]
         left = [way for way in told if way is not None]
         if told and not left:
-            raise refused(given.path, "cannot be told from its contrary; leave it out")
+            if not any(not self.is_empty(way) for way in found):
+                raise refused(given.path, "cannot be told from its contrary; leave it out")
+            self._budget.notes[f"{given.path}: only what meets it is written"] = None
+            return found
         return [*found, *self._any(left, [said.under("else", other)], False)]
 
     def _apart(self, way: Way, other: Said) -> Way | None:
@@ -190,31 +203,45 @@ class Logic:
         return way
 
     def _hints(self, way: Way, other: Way) -> Iterator[Said]:
-        """What may tell one way from another."""
-        path = way[-1].path
-        apart = [kind for kind in kinds_of(way) if kind not in kinds_of(other)]
+        """What may tell one way from another; the caller proves that it does."""
+        path, kinds = way[-1].path, kinds_of(way)
+        apart = [kind for kind in kinds if kind not in kinds_of(other)]
         if "number" in apart and "integer" in kinds_of(other):
             apart.remove("number")
         if apart:
             yield Said({"type": apart}, path)
-        if "object" not in kinds_of(way):
-            return
+        if len(kinds) > 1:
+            for kind in kinds:
+                for hint in self._hints([*way, Said({"type": [kind]}, path)], other):
+                    yield hint._replace(schema={"type": [kind], **hint.schema})
+        elif kinds == ["array"]:
+            yield Said({"minItems": 1}, path)
+        elif kinds == ["object"]:
+            yield from self._hints_of_names(way, other, path)
+        else:
+            for one in _others(other):
+                if one["type"][0] == kinds[0]:
+                    yield Said(one, path)
+
+    def _hints_of_names(self, way: Way, other: Way, path: str) -> Iterator[Said]:
         needed, others = names_of(way, "required"), names_of(other, "required")
         for name in others:
             if name not in needed:
                 yield Said({"properties": {name: False}}, path)
         also = names_of(other, "properties")
-        for name in names_of(way, "properties"):
-            if name in also:
-                yield Said({"required": [name]}, path)
-                values = self._listed(of_member(way, name))
-                fits = [
-                    all(self.fits(one, said) for said in of_member(other, name)) for one in values
-                ]
-                if left := [
-                    one for one, is_other in zip(values, fits, strict=True) if not is_other
-                ]:
-                    yield Said({"properties": {name: {"enum": left}}, "required": [name]}, path)
+        for name in itertools.islice(names_of(way, "properties") | also, MOST_HINTS):
+            yield Said({"required": [name]}, path)
+            if name not in also:
+                continue
+            theirs = of_member(other, name)
+            values = self._listed(of_member(way, name))
+            fits = [all(self.fits(one, said) for said in theirs) for one in values]
+            left = [one for one, is_other in zip(values, fits, strict=True) if not is_other]
+            inner = [{"enum": left}] if left else []
+            if not values:
+                inner = [one for each in self.ways(theirs, is_loose=True) for one in _others(each)]
+            for one in inner:
+                yield Said({"properties": {name: one}, "required": [name]}, path)
 
     def _listed(self, saids: list[Said]) -> list[Any]:
         """The values that a schema lists, if it lists them all."""
@@ -271,11 +298,20 @@ class Logic:
             return False
         self._depth += 1
         try:
-            return all(self.is_empty(way) for way in self.ways(saids, is_loose=True))
+            return all(
+                self.is_empty(way) or self._fits_none(way, saids)
+                for way in self.ways(saids, is_loose=True)
+            )
         except NoInstance:  # a reference to itself
             return False
         finally:
             self._depth -= 1
+
+    def _fits_none(self, way: Way, saids: list[Said]) -> bool:
+        values = listed_of(way)
+        if values is None:
+            return False
+        return not any(all(self.fits(one, said) for said in saids) for one in values)
 
     # --- which values fit ------------------------------------------------------------------------
 
@@ -303,6 +339,19 @@ class Logic:
             and not ("not" in schema and self.fits(value, said.under("not", schema["not"])))
             and all(self.fits(*part) for part in parts_of(value, said._replace(schema=schema)))
         )
+
+
+def _others(way: Way) -> Iterator[dict[str, Any]]:
+    """Schemas of texts and numbers that a way is not of, where it lists values or has a pattern."""
+    values = listed_of(way) or []
+    texts = [re.escape(one) for one in values if isinstance(one, str)]
+    if texts:
+        yield {"type": ["string"], "pattern": f"^(?!(?:{'|'.join(texts)})$)"}
+    for pattern in patterns_of(way):
+        inner = pattern[1:] if pattern.startswith("^") else rf"[\s\S]*{pattern}"
+        yield {"type": ["string"], "pattern": f"^(?!{inner})"}
+    if numbers := [one for one in values if is_number(one)]:
+        yield {"type": ["number"], "exclusiveMinimum": max(numbers)}
 
 
 def _has(name: str) -> dict[str, Any]:

@@ -36,7 +36,9 @@ _ODD_SPACES = [(0x1C, 0x1F), (0x85, 0x85), (0xFEFF, 0xFEFF)]  # of one of the st
 _BEGIN = (_c.AT_BEGINNING, _c.AT_BEGINNING_STRING)
 _END = (_c.AT_END, _c.AT_END_STRING)
 # What both languages have but spell differently; an escape is passed over.
-_SPELLING = re.compile(r"\\u\{([0-9a-fA-F]+)\}|\\.|\(\?<(?![=!])|\[\^\]|\{,", re.DOTALL)
+_SPELLING = re.compile(
+    r"\\u\{([0-9a-fA-F]+)\}|\\.|\(\?<(?![=!])|\[\^\]|\{,|\$\(\?!\[\\s\\S\]\)", re.DOTALL
+)
 
 
 def searched(pattern: str, is_wide: bool = False) -> Tree:
@@ -75,7 +77,7 @@ def _spelt(match: re.Match[str]) -> str:
         return f"\\U{code:08x}"
     if match[0] in (r"\A", r"\Z", "{,"):
         raise unsupported(f"{match[0]}, which ECMA-262 has not,")
-    return {"(?<": "(?P<", "[^]": r"[\s\S]"}.get(match[0], match[0])
+    return {"(?<": "(?P<", "[^]": r"[\s\S]", r"$(?![\s\S])": "$"}.get(match[0], match[0])
 
 
 def _explicit(tree: Any, is_wide: bool) -> Tree:

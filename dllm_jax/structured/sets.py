@@ -48,7 +48,7 @@ def _of_kind(logic: Logic, kind: str, way: Way, count: int, is_other: bool) -> l
         sizes = _SHARES if is_other else _SIZES if count <= len(_SIZES) + 1 else _MORE_SIZES
         return _numbers(sizes[: count - 1])
     if kind == "array":
-        saids = of_item(way, 0)
+        saids = [] if any(said.schema.get("uniqueItems") for said in way) else of_item(way, 0)
         inner = groups(logic, saids, count, is_other) if saids else []
         return [{"prefixItems": [one.schema], "minItems": 1} for one in inner] or [{}]
     for name in names_of(way, "required") | names_of(way, "properties"):

@@ -291,7 +291,6 @@ def test_a_schema_takes_its_instances(schema, fitting, others):
         ({"$ref": "#b", "$defs": {"a": {"$anchor": "a"}}}, "$.$ref"),
         ({"$ref": "#/$defs/b", "$defs": {}}, "$.$ref"),
         ({"not": {}}, "$.not"),
-        ({"if": {}, "then": {}, "type": "null"}, "$.if"),
         ({"properties": {}, "required": ["a"], "additionalProperties": False}, "$.required"),
         ({"type": "word"}, "$.type"),
         ({"type": "string", "minLength": 3, "maxLength": 2}, "$.maxLength"),

@@ -148,6 +148,53 @@ TAKEN = [
         [{"kind": "x", "a": "b"}, {"kind": "y"}],
         ['{"kind":"x"}', '{"kind":"y","a":"b"}'],
     ),
+    ("a condition that always holds", {"if": {}, "then": {"type": "null"}}, [None], ["1"]),
+    (
+        "a condition on a free text",
+        {
+            "properties": {"type": {"type": "string"}, "a": WORD},
+            "allOf": [
+                {"if": {"properties": {"type": {"const": "x"}}}, "then": {"required": ["a"]}}
+            ],
+        },
+        [{"type": "x", "a": "b"}, {"type": "y"}, {"a": "b"}],
+        ['{"type":"x"}', "{}"],
+    ),
+    (
+        "not two names",
+        {
+            "type": ["object", "null"],
+            "properties": {"a": WORD, "b": WORD},
+            "not": {"required": ["a", "b"]},
+        },
+        [{"b": "x"}, {}],
+        ['{"a":"b","b":"x"}', "null"],
+    ),
+    (
+        "not listed texts",
+        {"type": "string", "not": {"enum": ["a", "b."]}},
+        ["", "c", "bx"],
+        ['"a"', '"b."'],
+    ),
+    (
+        "not a version",
+        {"properties": {"v": {"type": "integer"}}, "not": {"properties": {"v": {"const": 1}}}},
+        [{"v": 2}],
+        ['{"v":1}', "{}"],
+    ),
+    (
+        "arrays of two kinds",
+        {"oneOf": [{"type": "array", "items": WORD}, {"type": "array", "items": {"const": 1}}]},
+        [["a"], [1, 1]],
+        ["[]", '["a",1]'],
+    ),
+    (
+        "alternatives of optional names",
+        {"oneOf": [{"properties": {n: WORD}, "additionalProperties": False} for n in "ab"]},
+        [{"a": "x"}, {"b": "x"}],
+        ["{}", '{"a":"x","b":"x"}'],
+    ),
+    ("the end of a text", {"pattern": r"^[0-9]{2}$(?![\s\S])"}, ["12"], ['"12\\n"', '"1"']),
     ("not a name", {"properties": {"a": {}, "b": {}}, "not": {"required": ["a"]}}, [{"b": 1}], []),
     ("not a type", {"not": {"type": ["null", "array"]}}, [1, {}, "a"], ["null", "[]"]),
     (

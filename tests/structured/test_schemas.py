@@ -90,6 +90,7 @@ def random_schema(draw, depth=0):
         lambda: _map(draw, inner),
         lambda: _tuple(draw, inner),
         lambda: _bounded(draw, {"type": "array", "items": inner()}, "minItems", "maxItems"),
+        lambda: {"type": "array", "items": inner(), "uniqueItems": True},
         lambda: {"anyOf": [inner() for _ in range(draw.randrange(1, 3))]},
         lambda: _told_apart(inner),
     ]
