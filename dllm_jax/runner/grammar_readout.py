@@ -114,7 +114,10 @@ def _with_plan(
 
 
 def _wanted(ask: Readout, cells: Cells) -> Bool[Array, "B W"]:
-    return jnp.broadcast_to(jnp.asarray(ask.where), cells.shape).reshape(-1, cells.width)
+    """Cells that are read out and may change."""
+    where = jnp.broadcast_to(jnp.asarray(ask.where), cells.shape)
+    where = where if ask.fixed is None else where & ~ask.fixed
+    return where.reshape(-1, cells.width)
 
 
 def _is_one_pass(reader: Reader, rows: Array, ask: Readout) -> bool:

@@ -10,6 +10,7 @@ Source: DINGO (arXiv 2505.23061) for the chain over states; the room, the tail a
 are ours.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -305,9 +306,11 @@ def plan(view: View, stats: ClassStats, read: Bool[Array, "B W"], draw: Draw | N
         return jax.vmap(lambda *slot: _planned(*slot, draw=None))(view, stats, read)
 
     if draw is None:
-        return best()
-    draws = jnp.any(draw.tempered & view.bound)
-    return jax.lax.cond(draws, lambda: jax.vmap(_planned)(view, stats, read, draw), best)
+        found = best()
+    else:
+        draws = jnp.any(draw.tempered & view.bound)
+        found = jax.lax.cond(draws, lambda: jax.vmap(_planned)(view, stats, read, draw), best)
+    return _with_rewrites(view, read, found, lambda: stats)
 
 
 def plan_of_ids(view: View, ids: IdStats, read: Bool[Array, "B W"]) -> Plan:
@@ -323,7 +326,50 @@ def plan_of_ids(view: View, ids: IdStats, read: Bool[Array, "B W"]) -> Plan:
     token, confidence = kernels.tokens_along(*given, never=NEVER, no_class=NO_CLASS)
     tail = path[:, :-1] == grammar.end[:, None]
     anything = (view.kind == SKIP) | tail | (token == _NO_ID)
-    return Plan(path, value, jnp.where(anything, -1, token), confidence)
+    found = Plan(path, value, jnp.where(anything, -1, token), confidence)
+    return _with_rewrites(view, read, found, lambda: classes_of_ids(grammar, ids))
+
+
+def _with_rewrites(
+    view: View, read: Bool[Array, "B W"], found: Plan, stats: Callable[[], ClassStats]
+) -> Plan:
+    """A plan in which filled cells that were read take their own token, where a text can end so.
+
+    Each is judged with all others as they stand; `conform` sees to several together.
+    """
+    own = read & (view.kind == KNOWN) & view.bound[:, None]
+
+    def one(view: Any, stats: Any, own: Any, found: Any) -> Plan:
+        grammar, path = view.grammar, found.path
+        onto = grammar.delta[path[:-1]].astype(jnp.int32)
+        fits = jnp.take_along_axis(_may_end(view), onto, axis=1)
+        fits &= (jnp.arange(fits.shape[1]) != NO_CLASS)[None]
+        token, confidence = _chosen(grammar, stats, path, fits)
+        takes = own & ~_is_tail(grammar, path) & (token != _NO_ID)
+        return found.replace(
+            token=jnp.where(takes, token, found.token),
+            confidence=jnp.where(takes, confidence, found.confidence),
+        )
+
+    return jax.lax.cond(
+        jnp.any(own), lambda: jax.vmap(one)(view, stats(), own, found), lambda: found
+    )
+
+
+def _may_end(view: Any) -> Bool[Array, "W G"]:
+    """States after each cell of one slot from which a text can end that keeps its filled cells."""
+    grammar = view.grammar
+    is_edge = grammar.label != NO_LABEL
+
+    def back(ends: Array, cell: tuple[Array, Array]) -> tuple[Array, Array]:
+        kind, known = cell
+        kept = jax.lax.dynamic_index_in_dim(grammar.delta, known, 1, keepdims=False)
+        through = jnp.any(is_edge & ends[grammar.target], axis=1)
+        before = jnp.where(kind == KNOWN, ends[kept.astype(jnp.int32)], through)
+        return jnp.where(kind == SKIP, ends, before), ends
+
+    last = grammar.distance <= view.room
+    return jax.lax.scan(back, last, (view.kind, view.known), reverse=True, unroll=_UNROLL)[1]
 
 
 def _paths(
@@ -344,7 +390,15 @@ def _planned(view: Any, stats: Any, read: Any, draw: Any) -> Plan:
     scores = _label_scores(grammar, jnp.where(read[:, None], mass, 0.0), draw)
     chained = view.at, view.room, view.kind, view.known, scores, draw
     path, value = _chain(grammar, *chained)
-    fits = _classes_along(grammar, path)
+    token, confidence = _chosen(grammar, stats, path, _classes_along(grammar, path))
+    anything = (view.kind == SKIP) | _is_tail(grammar, path) | (token == _NO_ID)
+    return Plan(path, value, jnp.where(anything, -1, token), confidence)
+
+
+def _chosen(
+    grammar: Any, stats: Any, path: Int[Array, " W1"], fits: Bool[Array, "W C"]
+) -> tuple[Int[Array, " W"], Float[Array, " W"]]:
+    """The best token of each cell of one slot among some classes, and its confidence."""
     rank = jnp.where(fits, jnp.maximum(stats.rank, NEVER), 2 * NEVER)
     top = jnp.max(rank, axis=1, keepdims=True)
     token = jnp.min(jnp.where(fits & (rank == top), stats.token, _NO_ID), axis=1)
@@ -353,9 +407,7 @@ def _planned(view: Any, stats: Any, read: Any, draw: Any) -> Plan:
     goes_on = grammar.delta[path[:-1]] != DEAD
     total = jax.nn.logsumexp(jnp.where(goes_on, stats.whole, -jnp.inf), axis=1)
     share = jnp.where(total > NEVER, jnp.minimum(confidence - total, 0.0), confidence)
-    confidence = jnp.where(grammar.by_mass, share, confidence)
-    anything = (view.kind == SKIP) | _is_tail(grammar, path) | (token == _NO_ID)
-    return Plan(path, value, jnp.where(anything, -1, token), confidence)
+    return token, jnp.where(grammar.by_mass, share, confidence)
 
 
 def plan_each(
@@ -440,8 +492,8 @@ def walk(state: DecodeState) -> Int[Array, "B W1"]:
 def conform(before: DecodeState, stepped: DecodeState) -> tuple[DecodeState, Int[Array, "B W1"]]:
     """The step with as few written cells as need be on another token; also the path through it.
 
-    Cells that were filled and are as they were stay. Every other filled cell takes the lowest token
-    of its edge where its own leads nowhere.
+    Cells that were filled and are as they were stay. Every other filled cell takes the token that
+    it had, or the lowest of its edge, where its own leads nowhere.
     """
     seen = view(stepped)
     assert seen is not None
@@ -454,15 +506,19 @@ def conform(before: DecodeState, stepped: DecodeState) -> tuple[DecodeState, Int
     labels = jnp.arange(grammar.num_labels)
     path, _ = _paths(seen, kind, jnp.where(labels == NO_LABEL, NEVER, cost))
 
-    def one(view: View, kind: Array, path: Array) -> Array:
+    def one(view: View, kind: Array, path: Array, had: Array) -> Array:
         grammar = view.grammar
         fits = _classes_along(grammar, path)
         lowest = jnp.min(jnp.where(fits, grammar.lowest[None], _NO_ID), axis=1)
+        old = grammar.class_of[jnp.clip(had, 0, len(grammar.class_of) - 1)].astype(jnp.int32)
+        keeps = (had >= 0) & jnp.take_along_axis(fits, old[:, None], axis=1)[:, 0]
+        lowest = jnp.where(keeps, had, lowest)
         off = ~jnp.take_along_axis(fits, view.known[:, None], axis=1)[:, 0]
         off &= (kind == WRITTEN) & ~_is_tail(grammar, path) & (lowest != _NO_ID) & view.bound
         return jnp.where(off, lowest, -1)
 
-    put = jax.vmap(one)(seen, kind, path)
+    had = jnp.where(before.buffer.filled, before.buffer.tokens, -1).reshape(kind.shape)
+    put = jax.vmap(one)(seen, kind, path, had)
     put = put.reshape(buffer.tokens.shape)
     tokens = jnp.where(put >= 0, put, buffer.tokens)
     return stepped.replace(buffer=buffer.replace(tokens=tokens)), path
