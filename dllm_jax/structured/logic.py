@@ -27,7 +27,7 @@ from .trees import both, repeated
 MOST_NESTED = 32
 MOST_READ = 4096  # subschemas, each as often as it is referred to
 MOST_WAYS = 512
-MOST_HINTS = 16  # names by which one way may be told from another
+MOST_HINTS = 16  # names that may be what keeps one way apart from another
 _UNEVALUATED = {"unevaluatedProperties", "unevaluatedItems"}
 _PLAIN = {"type", "enum"}.union(*OF_TYPE.values())
 
@@ -80,7 +80,7 @@ class Logic:
         return normal(schema, path, self._document.is_old, self._budget.notes)
 
     def _ways_of(self, said: Said, is_loose: bool, among: list[Way]) -> list[Way]:
-        """The ways among some to be an instance too; what is said already tells others apart."""
+        """The ways among some that are instances too; what they say makes more provable."""
         if isinstance(said.schema, bool):
             return among if said.schema else []
         schema = self._normal(said)
