@@ -1,8 +1,8 @@
-"""Kernels behind functional interfaces: what is computed here, fast ways beside it."""
+"""Kernels with functional interfaces: a plain XLA reference of each operation, and fast forms."""
 
 import os
 
-__path__ = [os.path.realpath(folder) for folder in __path__]  # not through a link: ADR 0016
+__path__ = [os.path.realpath(folder) for folder in __path__]  # no link: ADR 0016
 
 if __name__ == "pallas_kernels":  # the same modules under the folder's name
     from dllm_jax.short_names import share_modules

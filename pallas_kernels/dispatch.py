@@ -7,7 +7,7 @@ Name = TypeVar("Name", bound=str)
 
 
 class BackEnd(NamedTuple):
-    """One implementation of an operation, and what is known of it for the arguments of a call.
+    """One implementation of an operation, judged for the arguments of one call.
 
     Attributes:
         run: The function; all back ends of an operation take the same arguments.

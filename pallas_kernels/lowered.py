@@ -1,8 +1,8 @@
 """Kernels that are lowered once, not once in every program that launches them.
 
-Lowering a Mosaic kernel is Python, takes some tenths of a second and holds the GIL. Programs of the
-same number of rows launch the same kernels. Their text also goes to a folder of JAX's compilation
-cache, if there is one, for the next process.
+Lowering a Mosaic kernel runs in Python, takes some tenths of a second and holds the GIL. Programs
+with the same number of rows launch the same kernels. If JAX has a folder for its compilation cache,
+the lowered text is also stored there for the next process.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-_CALLS = "mosaic_gpu_v2"  # what the lowered text calls; jax.export wants to be told
+_CALLS = "mosaic_gpu_v2"  # custom call in the lowered text; jax.export must be asked to allow it
 _DIGEST = 32  # bytes, in front of a stored text
 
 
@@ -32,8 +32,8 @@ def lowered_once(*, static_argnames: Sequence[str]) -> Callable[[Callable[..., A
     """`jax.jit` of a function that launches kernels on a GPU, whose text is kept.
 
     Args:
-        static_argnames: As of `jax.jit`. Where one is named `interpret` and not None, nothing is
-            kept, nor where several devices share the arguments.
+        static_argnames: As in `jax.jit`. Nothing is kept if one is named `interpret` and is not
+            None, or if several devices share the arguments.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,15 +88,15 @@ def _exported(function: Bound, given: Any) -> tuple[Any, Any]:
         if place is not None:
             _write(place, made)
     leaves, tree = jax.tree.flatten(made.out)
-    # Beside its text, it is what any function of such arguments and results is.
+    # Exports with these shapes differ only in their text, so export a blank function, then swap it.
     blank = _export(function, lambda *_: [jnp.zeros(x.shape, x.dtype) for x in leaves], given)
     exported = dataclasses.replace(blank, mlir_module_serialized=made.text)
-    # In jit, so that the layers of a program share its text. It has no batching rule.
+    # jit: the layers of a program share the text. sequential_vmap: an export has no batching rule.
     return jax.jit(jax.custom_batching.sequential_vmap(exported.call)), tree
 
 
 def lower(function: Bound, given: Any) -> Text:
-    """A kernel's text for arguments of such shapes."""
+    """The text of a kernel for arguments of these shapes."""
     made, tree = [], jax.tree.structure(given)
 
     def flat(*leaves: Any) -> list[Any]:
@@ -117,7 +117,7 @@ def _export(function: Bound, flat: Callable[..., list[Any]], given: Any) -> Any:
 
 
 def _place(function: Bound, given: Sequence[Any], tree: Any) -> Path | None:
-    """The file of a text; its name tells apart all that the text depends on."""
+    """The file of a text; the name is a digest of everything that the text depends on."""
     # By name: the stubs of jax 0.10 do not list it.
     folder = getattr(jax.config, "jax_compilation_cache_dir", None)
     if not folder or not Path(folder).is_dir():
@@ -130,14 +130,14 @@ def _place(function: Bound, given: Sequence[Any], tree: Any) -> Path | None:
 
 @functools.cache
 def _version() -> str:
-    """Of JAX, and of what the kernels are written in."""
+    """JAX's version and a digest of the source of the kernels."""
     every = sorted(Path(__file__).parent.rglob("*.py"))
     source = hashlib.sha256(b"".join(path.read_bytes() for path in every))
     return f"{jax.__version__} {source.hexdigest()}"
 
 
 def _read(place: Path) -> Text | None:
-    """A text, unless there is none, or it was damaged."""
+    """The stored text, or None if it is missing or damaged."""
     try:
         kept = place.read_bytes()
     except OSError:

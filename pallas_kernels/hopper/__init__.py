@@ -1,4 +1,4 @@
-"""What the Mosaic kernels share: the GPU that they need, its sizes, loads, rings, and layouts.
+"""Shared parts of the Mosaic kernels: device checks, sizes of the GPU, loads, rings and layouts.
 
 This folder alone uses names that Mosaic does not promise to keep: `jax.experimental.mosaic`, and
 `inline_mgpu`. tests/kernels/test_hopper.py looks each of them up, so that a version of JAX that
@@ -35,38 +35,38 @@ def unsupported_version() -> str | None:
 
 
 def kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
-    """`plgpu.kernel`, each of whose operands begins at a whole line of 256 bytes.
+    """`plgpu.kernel` with every operand aligned to 256 bytes.
 
-    XLA has a custom call read a slice in place, wherever it begins ("dynamic slice fusion"), and
-    Mosaic refuses that at the launch. XLA does not look behind a barrier, which costs nothing.
+    XLA may pass a slice of an array in place ("dynamic slice fusion"), and the launch then fails
+    because Mosaic requires aligned operands. An optimization barrier prevents that at no cost.
     """
     launch = plgpu.kernel(body, **options)
     return lambda *operands: launch(*jax.lax.optimization_barrier(operands))
 
 
 def load(ref: Any, layout: Any, optimized: bool = False) -> Array:
-    """A whole reference, in registers of this layout."""
+    """Load a whole reference into registers of this layout."""
     # jax 0.10 requires an index here.
     return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]
 
 
 def load_scales(ref: Any, axis: int, shape: tuple[int, int]) -> Array:
-    """Scales of rows (axis 0) or columns of a product, for each of its sums."""
+    """Scales of the rows (axis 0) or columns (axis 1) of a product, broadcast to its sums."""
     scales = load(ref, plgpu.Layout.WGMMA.reduce(1 - axis))
     return jax.lax.broadcast_in_dim(scales, shape, [axis])
 
 
 def next_buffer(slot: Array, stages: int) -> Array:
-    """The next slot of a ring; a remainder would take some 40 instructions."""
+    """The next slot of a ring, without a remainder, which takes some 40 instructions."""
     return jnp.where(slot == stages - 1, 0, slot + 1).astype(jnp.int32)
 
 
 def swizzled(width: int, dtype: jax.typing.DTypeLike, parts: int = 1):
-    """How a buffer lies in shared memory for products and TMA: tiles of 8 lines, swizzled.
+    """Layout of a shared memory buffer for products and TMA: swizzled tiles of 8 lines.
 
     Args:
-        parts: 2 if the lines are those of [lines, several, width], which a product takes side by
-            side.
+        parts: 2 for a buffer [lines, several, width], whose middle axis a product reads as more
+            lines.
     """
     itemsize = jnp.dtype(dtype).itemsize
     line = math.gcd(width, 128 // itemsize)
@@ -77,11 +77,11 @@ def swizzled(width: int, dtype: jax.typing.DTypeLike, parts: int = 1):
 def tiled(
     tiles: tuple[tuple[int, ...], ...], warp_dims: tuple[int, ...], lane_dims: tuple[int, ...]
 ) -> Any:
-    """A layout of registers: tiles within tiles, whose last axis a lane has side by side.
+    """A register layout of nested tiles; a lane holds the last axis contiguously.
 
     Args:
-        tiles: Shapes of the tiles, each of the one before it.
-        warp_dims, lane_dims: Axes of the tiled shape, from its end, over which warps and lanes
-            are spread.
+        tiles: Shapes of the tiles; each divides the one before it.
+        warp_dims, lane_dims: Axes of the tiled shape, counted from its end, over which warps and
+            lanes are spread.
     """
     return plgpu.Layout.TILED(Tiling(tiles), warp_dims, lane_dims, vector_dim=-1)

@@ -8,10 +8,10 @@ from jaxtyping import Array
 
 
 def store_mean(mean: Array, ref: Any, peer: int, transforms: Any, swizzle: int) -> None:
-    """Store tiles to the same place of another block of the cluster.
+    """Store tiles to the same place in the shared memory of another block of the cluster.
 
     Args:
-        transforms, swizzle: How they lie there.
+        transforms, swizzle: Layout of the target.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(transforms)))
@@ -26,7 +26,7 @@ def store_mean(mean: Array, ref: Any, peer: int, transforms: Any, swizzle: int) 
 
 
 def store_row(values: Array, ref: Any, peer: int) -> None:
-    """Store a number of each row to the same place of another block of the cluster."""
+    """Store one number a row to the same place in another block of the cluster."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA.reduce(1), plgpu.RefType()))
     def store(_, values, ref):
@@ -36,7 +36,7 @@ def store_row(values: Array, ref: Any, peer: int) -> None:
 
 
 def _of_peer(ref, peer, generic):
-    """A reference to the shared memory of another block of the cluster, which has one axis."""
+    """A reference to the shared memory of another block; the cluster has one axis."""
     index = utils.ir.IndexType.get()  # pyright: ignore[reportPrivateImportUsage]
     axis = utils.gpu.Dimension.x  # pyright: ignore[reportPrivateImportUsage]
     return utils.get_cluster_ref(ref, axis, utils.c(peer, index), generic=generic)

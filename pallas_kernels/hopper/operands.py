@@ -1,4 +1,4 @@
-"""Operands of 8 bits that threads put in order among themselves."""
+"""8-bit operands of the tensor cores, rearranged among threads."""
 
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
@@ -10,14 +10,14 @@ from jaxtyping import Array
 
 from . import load, swizzled, tiled
 
-BOX = 16  # fresh tokens that are turned at once, the least that a window has
+BOX = 16  # fresh tokens that are transposed at once; a window has a multiple of them
 
 
 def as_operands(narrow: Array, count: int) -> list[Array]:
-    """Sums of a product as left operands of `count` products with a share of the columns each.
+    """Turn the sums of a product into left operands of `count` products, splitting the columns.
 
-    Of 8 columns a lane has two sums next to one another, of 16 an operand of 8 bits wants four. Of
-    32 columns a lane sends one word to each of two others.
+    A lane holds two adjacent sums of every 8 columns; an 8-bit operand needs four adjacent ones of
+    every 16. For each 32 columns a lane sends one word to each of two other lanes.
     """
     shape = narrow.shape[0], narrow.shape[1] // count
     out = plgpu.ShapeDtypeStruct(shape, narrow.dtype, layout=plgpu.Layout.WGMMA_8BIT)
@@ -30,7 +30,7 @@ def as_operands(narrow: Array, count: int) -> list[Array]:
         is_odd = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(lane, c(1)), c(1))
         is_late = arith.cmpi(arith.CmpIPredicate.uge, lane, c(2))
         thread = arith.andi(utils.thread_idx(), c(28))  # the first of four lanes
-        # Of four lanes, whom each hears: 1 3 0 2, then 0 2 1 3.
+        # The lane that each of four lanes reads from: 1 3 0 2, then 0 2 1 3.
         near = arith.addi(thread, arith.andi(arith.shrui(c(0x2031), arith.shli(lane, c(2))), c(3)))
         far = arith.addi(thread, arith.andi(arith.shrui(c(0x3120), arith.shli(lane, c(2))), c(3)))
         first = arith.select(is_late, c(0x1054), c(0x5410))
@@ -40,7 +40,7 @@ def as_operands(narrow: Array, count: int) -> list[Array]:
             kind = nvvm.ShflKind.idx
             return nvvm.shfl_sync(c(0xFFFFFFFF), word, whom, c(0x1F), kind)
 
-        pairs = array.registers.reshape(-1, 2)  # of 8 columns; of 8 rows
+        pairs = array.registers.reshape(-1, 2)  # [groups of 8 columns, groups of 8 rows]
         words = np.empty((len(pairs) // 2, 2), object)
         for at in range(0, len(pairs), 4):
             for half in range(2):
@@ -67,9 +67,9 @@ def as_operands(narrow: Array, count: int) -> list[Array]:
 
 
 def turn(sources, target, is_interpreted: bool):
-    """Write boxes of fresh values [BOX H], in global memory, to shared memory [H tokens].
+    """Transpose boxes of fresh values [BOX H] in global memory to shared memory [H tokens].
 
-    A thread has four tokens of each and H / 32 columns, next to one another.
+    A thread holds four tokens of each box and H / 32 adjacent columns.
     """
     tokens, head_size = len(sources) * BOX, target.shape[0]
     if is_interpreted:

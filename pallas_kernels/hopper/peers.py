@@ -13,21 +13,21 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref, scf, vector
 from jaxtyping import Array
 
-THREADS, VECTOR_BYTES = 128, 16  # of a warpgroup, and what one of them stores at once
-BLOCKS = 128  # at once on a device's 132 multiprocessors: a block waits for that of the same number
+THREADS, VECTOR_BYTES = 128, 16  # threads of a warpgroup; bytes that a thread stores at once
+BLOCKS = 128  # below the 132 multiprocessors: all run at once, since a block waits for its peer
 TURNS = 3
-SLICE_BYTES = 16 * 1024  # of a block, in each turn and from each device
-HEADER_BYTES = VECTOR_BYTES * BLOCKS  # of each block: launches so far, and bytes of the last one
-NOTHING = 0xFFFFFFFF  # two NaNs of 16 bits; of 32 bits one
-_SOMETHING = NOTHING - 1  # stands for such numbers; a NaN as well
-_MOST_AWAITED = 16  # vectors that one loop waits for: they are registers
+SLICE_BYTES = 16 * 1024  # per block, turn and sending device
+HEADER_BYTES = VECTOR_BYTES * BLOCKS  # a block's number of launches, and the bytes of the last
+NOTHING = 0xFFFFFFFF  # marks a word not yet received: two 16-bit NaNs, or one of 32 bits
+_SOMETHING = NOTHING - 1  # sent in place of data equal to NOTHING; a NaN as well
+_MOST_AWAITED = 16  # vectors that one loop waits for: they occupy registers
 
 
 def exchange(peers: Any, own: list[Array], block: Array, num_devices: int) -> list[Array]:
-    """The sums over the devices of a block's rows, in float32 and in the devices' order.
+    """Sum a block's rows over the devices, in float32 and in the order of the devices.
 
     Args:
-        own: Rows in the type in which they cross.
+        own: This device's rows, in the type in which they are sent.
     """
     width, kind = own[0].shape[0], own[0].dtype
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=VECTOR_BYTES // kind.itemsize)
@@ -51,9 +51,9 @@ def _exchange(_, peers, block, *own, num_devices):
 
 
 class _Link:
-    """Code that sends a thread's vectors to the same thread of other devices, and receives theirs.
+    """Emits code that exchanges a thread's vectors with the same thread of the other devices.
 
-    Vectors of a block lie side by side by thread: vector i of thread t at (128 i + t) x 16 bytes.
+    Vector i of thread t is stored at (128 i + t) x 16 bytes of its block's slice.
     """
 
     def __init__(self, peers, block, num_devices):
@@ -83,7 +83,7 @@ class _Link:
         return arith.muli(value, mgpu.c(factor, self._i64))
 
     def _slice(self, behind, device):
-        """The offset of what a device sends to this block, a number of launches after this one."""
+        """Offset of the slice that `device` fills for this block in a later launch."""
         turn = arith.addi(self._count, mgpu.c(behind, self._i32))
         turn = arith.extui(self._i64, arith.remui(turn, mgpu.c(TURNS, self._i32)))
         number = arith.addi(self._times(turn, len(self._devices)), device)
@@ -109,7 +109,7 @@ class _Link:
             _asm(text, "l" + ",r" * len(some), [to, *some], 0)
 
     def clear(self):
-        """Make the slices of the launch before this one blank."""
+        """Reset the slices of the previous launch to `NOTHING`."""
         index, nothing = ir.IndexType.get(), mgpu.c(-1, self._i32)
         lane = arith.index_cast(index, self._lane)
         end = arith.index_cast(index, arith.extui(self._i64, self._before))
@@ -126,7 +126,7 @@ class _Link:
             scf.yield_([])
 
     def receive(self, count, kind):
-        """`count` vectors from each device, once they are there."""
+        """Wait for `count` vectors from each device and return them."""
         froms = [
             arith.addi(
                 arith.addi(self._inbox, self._slice(0, mgpu.c(device, self._i64))), self._lane
@@ -143,7 +143,7 @@ class _Link:
         return [vectors[i : i + count] for i in range(0, len(vectors), count)]
 
     def end(self, count):
-        """Note that a launch is over, and the vectors of each slice that it used."""
+        """Record the end of a launch, and the number of vectors that it used in each slice."""
         mgpu.utils.warpgroup_barrier()  # every thread has read the state
         is_first = arith.cmpi(arith.CmpIPredicate.eq, self._thread, mgpu.c(0, self._i32))
         with mgpu.utils.when(is_first):
@@ -154,7 +154,7 @@ class _Link:
 
 
 def _added(parts):
-    """The sum in float32 of lists of vectors, in their order."""
+    """Add up lists of vectors in float32, in their order."""
     [length] = ir.VectorType(parts[0][0].type).shape
     shape = (len(parts[0]) * THREADS * length,)
     layout = mgpu.WGStridedFragLayout(shape, length)
@@ -168,7 +168,7 @@ def _added(parts):
 
 
 def _wait(places):
-    """The words at these places, addresses and offsets, once all of them are there."""
+    """Wait until the words at these addresses and offsets have all arrived, and return them."""
     count = 4 * len(places)
     text = "{ .reg .pred p; .reg .b32 t; again: "
     for i, (_, offset) in enumerate(places):
@@ -181,7 +181,7 @@ def _wait(places):
 
 
 def _asm(text, constraints, operands, num_results):
-    """PTX whose results, if any, are 32-bit words."""
+    """Emit PTX; its results, if any, are 32-bit words."""
     i32 = ir.IntegerType.get_signless(32)
     kind = llvm.StructType.get_literal([i32] * num_results)
     kind = kind if num_results else ir.Type.parse("!llvm.void")

@@ -1,4 +1,4 @@
-"""Products of parts of lines, for which Pallas has no operation."""
+"""Products over parts of a 128-byte line, for which Pallas has no operation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,14 +17,14 @@ from . import swizzled
 def products_of_parts(
     rows: Any, weights: Any, parts: Sequence[Sequence[int]], is_interpreted: bool
 ) -> list[Array]:
-    """Products of parts of what lies in shared memory [64 K] and [N K], 8 bits, each by itself.
+    """Separate products over ranges of K of two 8-bit operands in shared memory, [64 K] and [N K].
 
-    Pallas multiplies whole lines of 128 bytes; the tensor cores take 32 bytes of one at a time, at
-    any place, if the descriptor of the operand says so.
+    Pallas multiplies whole lines of 128 bytes. The tensor cores take 32 bytes at a time, from any
+    place in a line, if the descriptor of the operand points there.
 
     Args:
-        parts: First column of each, and how many; multiples of 32.
-        is_interpreted: By the interpreter, which takes any part and has no descriptors.
+        parts: First column and number of columns of each range; multiples of 32.
+        is_interpreted: The interpreter runs this; it takes any range and has no descriptors.
     """
     count, depth = weights.shape
     shape = rows.shape[0], count
@@ -49,7 +49,7 @@ def products_of_parts(
             mma_utils.create_descriptor(b, group_size=(128, count), logical_k_major=True, **line),
         ]
         bases = [base for (base, _), _, _ in sides]
-        lines = [stride for _, (_, stride), _ in sides]  # bytes from a line to the next of a row
+        lines = [stride for _, (_, stride), _ in sides]  # bytes between successive lines of a row
         i64 = ir.IntegerType.get_signless(64)
         kind = mgpu.utils.dtype_to_ir_type(jnp.float8_e4m3fn)
         sums = [mgpu.WGMMAAccumulator.zero(*shape) for _ in parts]

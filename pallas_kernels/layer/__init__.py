@@ -1,4 +1,4 @@
-"""What a layer computes beside its attention, as few operations."""
+"""The operations of a layer other than attention, fused into few launches."""
 
 from .api import (
     LayerOps,

@@ -1,9 +1,9 @@
-"""The operations of a layer beside its attention: the interface and its back ends.
+"""The operations of a layer other than attention: the interface and its back ends.
 
 Every back end computes the same functions; only "xla" has gradients.
 
-Letters: M rows (any leading axes), D model width, X parts of a sum, G KV heads, n query heads of
-one, H head size, R2 rotated pairs of a head.
+Letters: M rows (any leading axes), D model width, X partial sums, G KV heads, n query heads of a KV
+head, H head size, R2 rotated pairs of a head.
 """
 
 import dataclasses
@@ -32,28 +32,28 @@ from .fp8 import Fp8Groups, Fp8Matrix, Fp8Rows, Fp8Sums
 from .routed import RoutedRows
 
 Implementation = Literal["xla", "mosaic"]
-# Least and most weights of a matrix whose product is faster with Mosaic; measured at 32 and 128
-# rows with the matrices of SDAR-1.7B and -8B (benchmarks/notes/few_row_products.md), and with those
-# of LLaDA2-mini's shared expert (benchmarks/notes/experts.md).
+# Least and most weights of a matrix whose product is faster with Mosaic, measured at 32 and 128
+# rows with the matrices of SDAR-1.7B and -8B (benchmarks/notes/few_row_products.md) and of
+# LLaDA2-mini's shared expert (benchmarks/notes/experts.md).
 MOSAIC_WEIGHTS = (2**20, 2**26)
 MOSAIC_GATED_WEIGHTS = (2**21, 2**27)
-# Least share of the multiprocessors that hold a tile of `gated_matmul` with many rows, the mean of
-# its rounds: from 0.9 on it is 3 to 16 % faster than XLA's product and SiLU, at 0.87 as fast.
+# Least mean share of busy multiprocessors for `gated_matmul` of many rows: from 0.9 on it is 3 to
+# 16 % faster than XLA's product and SiLU; at 0.87 it is as fast.
 MOSAIC_LEAST_SHARE = 0.88
-# Most rows of a product of 8 bits by Mosaic's form for many rows, measured at 1,024 rows
+# Most rows of an 8-bit product by Mosaic's form for many rows, measured at 1,024 rows
 # (benchmarks/results/fp8_many_check_h200.json, fp8_many_steps_h200.json).
 MOSAIC_MANY_FP8_ROWS = 1024
-# Most rows whose norm adds up the results of their experts; more were not measured.
+# Most rows whose norm adds up the results of experts; more were not measured.
 ROUTED_ROWS = 1024
-# Most rows of a product of 16 bits by Mosaic's form for many rows. A step of SDAR-1.7B on an H200
-# with it and Mosaic's norm, ms, and by XLA: 512 rows 3.60 / 3.77, 1,024 rows 6.60 / 6.79, 2,048
+# Most rows of a 16-bit product by Mosaic's form for many rows. ms a step of SDAR-1.7B on an H200,
+# with this form and Mosaic's norm / by XLA: 512 rows 3.60 / 3.77, 1,024 rows 6.60 / 6.79, 2,048
 # rows 11.9 / 11.7, 4,096 rows 24.5 / 23.1 to 23.4 (benchmarks/results/few_programs_h200.json).
 MOSAIC_PRODUCT_ROWS = 1024
 # Most rows of `quantize_rows` with Mosaic: 3.6 us at 1,024 (H200); XLA takes 36 at 4,096.
 MOSAIC_ROUNDED_ROWS = 4096
 # Columns of gate and up together for a thread block of `gated_matmul`, in order of preference.
 GATED_COLUMNS = (128, 192, 256)
-FEW_BLOCKS = 32  # fewer blocks have half as many columns each
+FEW_BLOCKS = 32  # below this number of blocks, tiles have half the columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,8 @@ class LayerOps:
     """The back end of each operation of a layer; None chooses the fastest one.
 
     Attributes:
-        axis: The axis of a mesh whose devices each have a part of the weights; None: one device.
-        attends_in_groups: The attention between takes `is_quantized`.
+        axis: Mesh axis whose devices each hold a part of the weights; None: one device.
+        attends_in_groups: The layer's attention may return `Fp8Groups` (`is_quantized`).
         one_rounding: A row's bits do not depend on the number of rows; see `qkv_matmul`.
     """
 
@@ -80,7 +80,7 @@ class LayerOps:
 
     @classmethod
     def by(cls, implementation: Literal["xla", "mosaic"], one_rounding: bool = False) -> "LayerOps":
-        """Each operation by the same back end."""
+        """The same back end for every operation."""
         others = ("axis", "attends_in_groups", "one_rounding")
         names = [field.name for field in dataclasses.fields(cls) if field.name not in others]
         every: dict[str, Any] = dict.fromkeys(names, implementation)
@@ -100,10 +100,9 @@ def add_rms_norm(
 
     Args:
         y: Rows of any float type, or the float32 parts that `split_matmul` returns, which are
-            added first, and rounded; or several of these, and of `RoutedRows`, whose sum is
-            rounded once, with `x`.
-        is_quantized: The norm is rounded once more, to 8 bits: a product with an `Fp8Matrix`
-            follows.
+            added and rounded first. A tuple of these and of `RoutedRows` is added to `x` and
+            rounded once.
+        is_quantized: Round the norm once more, to 8 bits, for a product with an `Fp8Matrix`.
         implementation: "xla" (any device), "mosaic" (Hopper, 16-bit, jax 0.11), or None for the
             fastest.
 
@@ -123,7 +122,7 @@ def add_rms_norm(
 def takes_routed(
     x: Float[Array, "*M D"], ops: LayerOps, norm: Literal["add_rms_norm", "sandwich_norm"]
 ) -> bool:
-    """Whether the norm that follows adds up `RoutedRows` faster than who makes them."""
+    """Whether the following norm adds up `RoutedRows` faster than the experts' kernel does."""
     is_plain = norm == "add_rms_norm"
     fits = mosaic.unsupported_row if is_plain else mosaic.unsupported_sandwich
     if getattr(ops, norm) is not None or ops.axis is not None:
@@ -133,7 +132,7 @@ def takes_routed(
 
 
 def reduces(x: Float[Array, "*M D"]) -> bool:
-    """Whether `reduction` and `reduced_rms_norm` add up such rows."""
+    """Whether `reduction` and `reduced_rms_norm` support rows like `x`."""
     return mosaic_reduce.unsupported(x) is None
 
 
@@ -141,9 +140,9 @@ def reduction(y: Array, x: Float[Array, "*M D"], peers: Array) -> Float[Array, "
     """The sum over the devices of a host, in the dtype of `x`; see `mosaic_reduce`.
 
     Args:
-        y: What this device has of it, as in `add_rms_norm`.
-        x: Rows of the shape and type of the sum.
-        peers: Of this device, `mosaic_reduce.peers`.
+        y: This device's terms, as in `add_rms_norm`.
+        x: Rows with the shape and type of the sum.
+        peers: This device's row of `mosaic_reduce.peers`.
     """
     return mosaic_reduce.total(y, x, peers)
 
@@ -157,7 +156,7 @@ def reduced_rms_norm(
     *,
     is_quantized: bool = False,
 ) -> tuple[Float[Array, "*M D"], Float[Array, "*M D"] | Fp8Rows]:
-    """`add_rms_norm` of the sum over the devices of their `y`, each rounded to the type of `x`."""
+    """`add_rms_norm` with `y` rounded to the type of `x` and summed over the devices."""
     return mosaic_reduce.add_rms_norm(x, y, scale, eps, peers, is_quantized=is_quantized)
 
 
@@ -191,16 +190,16 @@ def sandwich_norm(
     """Residual stream plus normed branches, and norms of the sum, each rounded after its scale.
 
     Args:
-        branches: Rows to add up, each with the scale of its norm.
-        following: Scales of the norms of the sum that come out.
-        outer: Scale of a norm of the branches' sum; None: that is added as it is.
-        factor: Two factors of the new stream, and whether a row's is the second; None: 1.
-        is_quantized: The first of the norms that come out is rounded once more, to 8 bits.
+        branches: Rows to norm and add up, each with the scale of its norm.
+        following: Scales of the returned norms of the new stream.
+        outer: Scale of a norm of the branches' sum; None: the sum is added without a norm.
+        factor: Two factors of the new stream, and whether each row takes the second; None: 1.
+        is_quantized: Round the first of the returned norms once more, to 8 bits.
         implementation: "xla" (any device), "mosaic" (Hopper, 16-bit, jax 0.11), or None for the
             faster one.
 
     Returns:
-        The new stream, and its norms.
+        The new stream and its norms.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
@@ -238,13 +237,13 @@ def gate(
     width: int | None = None,
     implementation: Literal["xla", "mosaic"] | None = None,
 ) -> Float[Array, "*M C*W"] | Fp8Rows:
-    """Activated gates times the others, gate and up in turns, in `dtype`.
+    """The activated gate times up, which are interleaved in groups of columns; in `dtype`.
 
     Args:
-        is_quantized: Rounded once more, to 8 bits.
-        width: Zeros fill rows of 8 bits up to it.
-        implementation: "xla" (any device), "mosaic" (Hopper, jax 0.11; from 8 bits to 8 bits, turns
-            of 32), or None for the faster one.
+        is_quantized: Round the result once more, to 8 bits.
+        width: Pad 8-bit rows with zeros to this width.
+        implementation: "xla" (any device), "mosaic" (Hopper, jax 0.11; from 8 bits to 8 bits,
+            groups of 32 columns), or None for the faster one.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
@@ -284,10 +283,10 @@ def qkv_matmul(
     """`x @ w` for `rotate_qkv`: in `dtype`, or float32 parts that add up to it.
 
     Args:
-        x: Rows; with an `Fp8Matrix` they are rounded to 8 bits if they are not yet.
-        dtype: With an `Fp8Matrix`, the type of the rows that come out; None for that of `x`.
-        one_rounding: With "mosaic" and 16 bits, sums are added up in as many segments of the depth
-            whatever the number of rows: a row's bits are its own.
+        x: Rows; with an `Fp8Matrix` they are rounded to 8 bits unless they already are.
+        dtype: With an `Fp8Matrix`, the type of the resulting rows; None for that of `x`.
+        one_rounding: With "mosaic" and 16 bits, split the depth into the same segments for any
+            number of rows, so that a row's bits do not depend on it.
         implementation: "xla" (any device), "mosaic" (Hopper, 16-bit, jax 0.11; up to 128 rows, or a
             multiple of 128), or None for the faster one.
 
@@ -312,7 +311,7 @@ def qkv_matmul(
 
 
 def _product(x: Array, w: Array, one_rounding: bool) -> BackEnd:
-    """The product of 16 bits by Mosaic: float32 parts of few rows, rows where there are many."""
+    """Mosaic's 16-bit product: float32 parts for few rows, whole rows for many."""
     rows, segments = _num_rows(x), mosaic.segments(w) if one_rounding else None
     if rows <= mosaic.MOST_ROWS:
         tiling = mosaic.choose_tiling(x, w, splits=segments)
@@ -345,11 +344,10 @@ def split_matmul(
 
     Args:
         x, dtype, one_rounding: As in `qkv_matmul`.
-        axis: The axis of a mesh whose devices each have a part of K and want their share of the
-            sum. With an `Fp8Matrix` the parts of a row then have one scale, which crosses devices.
-        implementation: "xla" (any device), "mosaic" (Hopper, 16-bit, jax 0.11; up to 128 rows, of
-            which it returns parts, or a multiple of 128), or None for the fastest, addition
-            included.
+        axis: Mesh axis whose devices each hold a part of K; each returns its term of the sum. With
+            an `Fp8Matrix` the parts of a row share one scale, found across the devices.
+        implementation: "xla" (any device), "mosaic" (Hopper, 16-bit, jax 0.11; parts for up to 128
+            rows, rows for a multiple of 128), or None for the fastest including the addition.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
@@ -375,13 +373,13 @@ def gated_matmul(
     reader: Fp8Matrix | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*M C*W"] | Fp8Groups:
-    """`silu(x Wg) * (x Wu)` of gate and up side by side in `w` (Shazeer 2020, eq. 6).
+    """`silu(x Wg) * (x Wu)`, with gate and up interleaved in `w` (Shazeer 2020, eq. 6).
 
     Args:
         x, dtype: As in `qkv_matmul`.
         w: Gate and up alternate every W columns, so that a tile holds matching columns of both.
-        reader: What `split_matmul` multiplies the result by next: where that takes groups, the
-            result has them.
+        reader: The matrix of the `split_matmul` that follows. If that product is fastest with
+            `Fp8Groups`, the result has this form.
         implementation: "xla" (any device), "mosaic" (Hopper, 16-bit, jax 0.11; up to 128 rows, or a
             multiple of 128), or None for the faster one.
 
@@ -398,7 +396,7 @@ def gated_matmul(
         }
         return dispatch.run(implementation, back_ends, rows, w)
     assert isinstance(x, jax.Array)
-    # One kernel for a number of rows, whatever the leading axes.
+    # Flatten the leading axes: one compiled kernel for each number of rows.
     flat = x.reshape(-1, x.shape[-1])
     kernel = _many_rows(flat, w) if len(flat) > mosaic.MOST_ROWS else _few_rows(flat, w)
     back_ends = {"mosaic": kernel, "xla": BackEnd(reference.gated_matmul)}
@@ -416,7 +414,7 @@ def _many_rows(x: Array, w: Array) -> BackEnd:
 
 
 def _gated_columns(w: Array | Fp8Matrix) -> tuple[int, ...]:
-    """Columns of a thread block that hold whole turns of gate and up, in order of preference."""
+    """Tile widths that hold whole groups of gate and up, in order of preference."""
     width = math.prod(w.shape[1:])
     half = GATED_COLUMNS[0] // 2
     every = GATED_COLUMNS if width >= FEW_BLOCKS * GATED_COLUMNS[0] else (half, *GATED_COLUMNS)
@@ -439,7 +437,7 @@ def _few_rows(x: Array, w: Array) -> BackEnd:
 def _in_8_bits(
     x: Array | Fp8Rows | Fp8Groups, dtype: jax.typing.DTypeLike | None, axis: str | None = None
 ) -> tuple[Any, Any]:
-    """The rows in 8 bits, and the type of what is computed from them."""
+    """The rows in 8 bits, and the type of the result computed from them."""
     if isinstance(x, Fp8Rows | Fp8Groups):
         if dtype is None:
             raise ValueError("rows in 8 bits do not say the type of the result; give dtype")
@@ -454,8 +452,8 @@ def quantize_rows(
     """Rows in 8 bits, each with the scale of its largest number.
 
     Args:
-        implementation: "xla" (any device), "mosaic" (Hopper, 16-bit, jax 0.11; one launch, which
-            XLA's products and Mosaic's both take), or None for the faster one.
+        implementation: "xla" (any device), "mosaic" (Hopper, 16-bit, jax 0.11; one launch, whose
+            result suits XLA's products and Mosaic's), or None for the faster one.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
@@ -489,7 +487,7 @@ def _split_fp8(rows: Fp8Rows | Fp8Groups, w: Fp8Matrix, dtype: Any) -> BackEnd:
 
 
 def takes_groups(shape: tuple[int, ...], w: Fp8Matrix, size: int, dtype: Any) -> bool:
-    """Whether `split_matmul` of rows of this shape is fastest where they come in groups.
+    """Whether `split_matmul` of rows of this shape is fastest with `Fp8Groups`.
 
     Args:
         size: Columns of a group.
@@ -522,7 +520,7 @@ def _few_rows_fp8(
     tiling = mosaic.choose_tiling(rows.values, w.flat, columns, True, dtype)
     is_quantized = False
     if reader is not None and tiling is not None:
-        # Other tiles for the sake of groups cost more than the rounding: SDAR-8B's 3.4 us for 2.2.
+        # Choosing other tiles to allow groups costs more than it saves: 3.4 us for 2.2 (SDAR-8B).
         shape = (*rows.values.shape[:-1], reader.shape[0])
         is_quantized = takes_groups(shape, reader, tiling.columns // 2, dtype)
     reason = mosaic.unsupported_turn(W) or _unsupported_fp8(rows, w.flat, tiling, dtype)
@@ -546,7 +544,7 @@ def _many_rows_fp8(rows: Fp8Rows, w: Fp8Matrix, dtype: Any) -> BackEnd:
 
 
 def _is_many_fp8(rows: Fp8Rows, share: float) -> bool:
-    """Whether Mosaic's form for many rows is chosen, by the share of the chip that has a tile."""
+    """Whether to choose Mosaic's form for many rows, by the share of busy multiprocessors."""
     return _num_rows(rows.values) <= MOSAIC_MANY_FP8_ROWS and share >= MOSAIC_LEAST_SHARE
 
 
@@ -569,10 +567,10 @@ def rotate_qkv(
     """Queries, keys and values of one product: biased, normed head by head, rotated, split.
 
     Args:
-        qkv: For each KV head its n query heads, its key and its value; or the parts that
-            `qkv_matmul` returns, whose sum is rounded to `dtype`.
+        qkv: For each KV head its n query heads, its key and its value; or the partial sums that
+            `qkv_matmul` returns, which are added and rounded to `dtype`.
         bias: Bias of the product, or None.
-        q_norm, k_norm: Scales of the norms, or None for no norm; values have no norm.
+        q_norm, k_norm: Scales of the norms, or None for no norm; values are not normed.
         cos, sin: Cosines and sines of the rotary angles, float32. Components past 2 R2 are not
             rotated.
         dtype: Type of the results; None for that of `qkv`.
@@ -580,7 +578,7 @@ def rotate_qkv(
             the fastest.
 
     Returns:
-        Queries, keys and values; N = G n, the query heads of a KV head side by side.
+        Queries, keys and values; N = G n, with the query heads of a KV head adjacent.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
@@ -614,20 +612,20 @@ def norm_rotate(
     dtype: jax.typing.DTypeLike | None = None,
     implementation: Literal["xla", "mosaic"] | None = None,
 ) -> tuple[Float[Array, "*M N H"], Float[Array, "*M G H"], Float[Array, "*M G H"]]:
-    """Queries, keys and values, each head normed, the values' without a scale; two are rotated.
+    """Queries, keys and values with every head normed; queries and keys are rotated.
 
-    A norm is rounded once, after its scale, and what is rotated once more.
+    Norms of values have no scale. A norm is rounded once, after its scale; rotation rounds again.
 
     Args:
         qkv: For each KV head its n query heads, its key and its value.
-        cos, sin: As of `rotate_qkv`.
-        shares_values: There are no values in `qkv`: they are made of what the keys are made of.
+        cos, sin: As in `rotate_qkv`.
+        shares_values: `qkv` has no values; they are computed from the head of the keys.
         dtype: Type of the results; None for that of `qkv`.
         implementation: "xla" (any device), "mosaic" (Hopper, 16-bit, jax 0.11, heads of 64 to 512
-            that are rotated whole), or None for the faster one.
+            that are rotated entirely), or None for the faster one.
 
     Returns:
-        As `rotate_qkv` does.
+        Queries, keys and values, as in `rotate_qkv`.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.

@@ -1,12 +1,12 @@
 """Matrices and rows in 8 bits (e4m3), and their product in plain XLA.
 
-A matrix has a scale for each output, a row one scale of its own: what a row becomes depends on that
-row alone, so a text does not depend on its batch. Scales are applied to the float32 sums. Those of
-rows are powers of two, so that a number becomes the same 8 bits whether its row has one scale or
-one for each group of columns, unless it is below 2^-13 of the row's largest.
+A matrix has a scale for each output, and each row has one scale. A row's 8-bit values depend on
+that row alone, so a text does not depend on its batch. Scales are applied to the float32 sums.
+Scales of rows are powers of two: a number is rounded to the same 8 bits whether its row has one
+scale or one for each group of columns, unless it is below 2^-13 of the row's largest.
 
-Both operands lie with the contracted axis last, the only order that the tensor cores of Hopper take
-8-bit types in; from any other order XLA would transpose the whole matrix in every call.
+Both operands store the contracted axis last. Hopper's tensor cores take 8-bit types in this order
+alone; from any other one XLA would transpose the whole matrix in every call.
 """
 
 import dataclasses
@@ -21,9 +21,9 @@ from jaxtyping import Array, Float
 
 DTYPE = jnp.float8_e4m3fn
 LARGEST = float(jnp.finfo(DTYPE).max)  # 448
-LINE = 128  # bytes that memory is read by
-_TRIES = 16  # scales of a matrix's output that are tried
-_LEAST = 2.0**-100  # of a row's largest number, so that neither factor over- or underflows
+LINE = 128  # bytes of a line of memory
+_TRIES = 16  # scales tried for each output of a matrix
+_LEAST = 2.0**-100  # lower bound of a row's largest number: no factor over- or underflows
 
 
 @functools.partial(jax.tree_util.register_dataclass)
@@ -32,7 +32,7 @@ class Fp8Matrix:
     """A matrix [K *N] as `values * scales`, the contracted axis last.
 
     Attributes:
-        depth: K where the stored axis is longer: zeros fill its last line. None: the stored axis.
+        depth: K, if zeros fill the last line of the stored axis; None: the whole stored axis.
     """
 
     values: Float[Array, "*N L"]  # e4m3
@@ -41,7 +41,7 @@ class Fp8Matrix:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix it stands for: [K *N]."""
+        """Shape of the represented matrix, [K *N]."""
         *outputs, stored = self.values.shape
         return (self.depth or stored, *outputs)
 
@@ -58,11 +58,11 @@ class Fp8Matrix:
 
     @property
     def trimmed(self) -> "Fp8Matrix":
-        """The same without zeros in its last line."""
+        """The same without the zeros that fill its last line."""
         return Fp8Matrix(self.values[..., : self.depth], self.scales)
 
     def restored(self, dtype: Any) -> Float[Array, "K ..."]:
-        """The matrix it stands for, in `dtype`."""
+        """The represented matrix, in `dtype`."""
         whole = self.values[..., : self.depth].astype(jnp.float32) * self.scales[..., None]
         return jnp.moveaxis(whole.astype(dtype), -1, 0)
 
@@ -79,14 +79,14 @@ class Fp8Rows:
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True)
 class Fp8Groups:
-    """Rows as `values * scales`, each group of columns with a scale of its own."""
+    """Rows as `values * scales`, with a scale for each group of columns of a row."""
 
     values: Float[Array, "*M K"]  # e4m3
-    scales: Float[Array, "C R"]  # float32, of groups and rows; rows past the last have any
+    scales: Float[Array, "C R"]  # float32, [groups, rows]; arbitrary past the last row
 
     @property
     def whole(self) -> Fp8Rows:
-        """The same with a scale a row."""
+        """The same with one scale a row."""
         K, M = self.values.shape[-1], self.values.size // self.values.shape[-1]
         groups = self.values.astype(jnp.float32).reshape(M, len(self.scales), -1)
         rows = groups * self.scales.T[:M, :, None]
@@ -96,12 +96,12 @@ class Fp8Groups:
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True)
 class Fp8Sums:
-    """A product of 8 bits as `sums * rows * columns`: the launch that reads it applies the scales.
+    """An 8-bit product as `sums * rows * columns`: the launch that reads it applies the scales.
 
-    Rounding them in a launch of its own would read and write every sum once more.
+    A separate launch to scale and round would read and write every sum once more.
     """
 
-    sums: Float[Array, "..."]  # of the axes of both scales
+    sums: Float[Array, "..."]  # [*M *N]
     rows: Float[Array, "*M"]
     columns: Float[Array, "*N"]
 
@@ -120,13 +120,13 @@ def quantize(
 ) -> tuple[Float[Array, "... K"], Float[Array, "..."]]:
     """Values in e4m3 and float32 scales of the last axis; zeros have a scale of one.
 
-    The largest number becomes 448, so that nothing overflows; of rows, one above 224 and up to 448.
-    With `is_sought` as well, and of those the one that leaves the least error.
+    The largest number becomes 448, so that nothing overflows.
 
     Args:
-        axis: The axis of a mesh whose devices each have a part of every row, all of which have the
-            row's scale; None: rows are whole.
-        is_rows: Scales are powers of two.
+        axis: Mesh axis whose devices each hold a part of every row; the parts share the row's
+            scale. None: rows are whole.
+        is_rows: Scales are powers of two; the largest number becomes one above 224 and up to 448.
+        is_sought: Also try smaller factors and take the one with the least error.
     """
     given, x = x, x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=-1)
@@ -144,19 +144,19 @@ def quantize(
 def _sought(
     x: Float[Array, "... K"], largest: Float[Array, "..."], axis: str | None
 ) -> Float[Array, "..."]:
-    """The number that becomes 448, up to twice the largest, with the least error of the others.
+    """The bound to map to 448, between the largest number and twice it, with the least error.
 
-    A scale decides how near to numbers of 8 bits they fall. Errors are whole numbers, so that their
-    sum, and the choice, are those of one device on any number of them.
+    The scale decides how near the values fall to 8-bit numbers. Errors are integers, so that their
+    sum, and with it the choice, does not depend on the number of devices.
     """
     steps = jnp.asarray(2 ** (np.arange(_TRIES) / _TRIES), jnp.float32)
     inputs = x.shape[-1] * (1 if axis is None else jax.lax.psum(1, axis))
-    unit = 256 if inputs < 2**15 else 1  # an error is 16 squared at most, a sum below 2^31
+    unit = 256 if inputs < 2**15 else 1  # an error is at most 16 squared, so a sum is below 2^31
 
     def tried(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
         least, best = found
         scaled = x.astype(jnp.float32) * (LARGEST / (largest * steps[i]))[..., None]
-        # XLA would drop a cast to 8 bits and back.
+        # reduce_precision, because XLA would remove a cast to 8 bits and back.
         off = jax.lax.reduce_precision(scaled, 8, 3) - scaled
         error = jnp.sum(jnp.round(off * off * unit).astype(jnp.int32), axis=-1)
         error = error if axis is None else jax.lax.psum(error, axis)
@@ -168,22 +168,22 @@ def _sought(
 
 
 def factors_of(largest: Array) -> tuple[Array, Array]:
-    """What a row is multiplied with, and its scale, by its largest number; powers of two.
+    """Factor and scale of a row with this largest number; both are powers of two.
 
-    Every form multiplies by these two, so that all of them round a row alike.
+    Every back end multiplies by these two, so that all round a row alike.
     """
     largest = jnp.where(largest > 0, jnp.maximum(largest, _LEAST), LARGEST)
     bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
-    # One more where the fraction is above 448's, 1.75: float32 has 23 bits of it.
+    # Round the exponent up where the fraction (23 bits) exceeds 1.75, the fraction of 448.
     exponent = jax.lax.shift_right_logical(bits + 0x1FFFFF, 23)
     of_factor, of_scale = 2 * 127 + 8 - exponent, exponent - 8  # 448 is 1.75 * 2^8
     return _power_of_two(of_factor), _power_of_two(of_scale)
 
 
 def factors_of_scalar(largest: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
-    """`factors_of` of one number: the factor in a shape, and the scale.
+    """`factors_of` a scalar: the factor, broadcast to `shape`, and the scale.
 
-    Mosaic reads the bits of vectors alone; one of equal values is one register.
+    Mosaic casts bits of vectors only; a vector of equal values takes one register.
     """
     factors, scales = factors_of(jnp.broadcast_to(largest, shape))
     return factors, jnp.max(scales)
@@ -195,7 +195,7 @@ def _power_of_two(exponent: Array) -> Array:
 
 
 def quantize_rows(x: Float[Array, "*M K"], axis: str | None = None) -> Fp8Rows:
-    """Rows in 8 bits, each with the scale of its largest number; `axis` as of `quantize`."""
+    """Rows in 8 bits, each with the scale of its largest number; `axis` as in `quantize`."""
     return Fp8Rows(*quantize(x, axis, is_rows=True))
 
 
@@ -205,10 +205,10 @@ def quantize_matrix(
     """A matrix [*K *N] in 8 bits.
 
     Args:
-        num_inputs: Leading axes that are contracted; they become one.
-        axis: The axis of a mesh whose devices each have a part of the inputs; None: all.
-        is_filled: Zeros fill the last line of many inputs: the experts' kernels, which may take a
-            dense half, load whole lines.
+        num_inputs: Number of leading axes that are contracted; they become one.
+        axis: Mesh axis whose devices each hold a part of the inputs; None: one device holds all.
+        is_filled: Zeros fill the last line of many inputs. The kernels of experts load whole
+            lines, and may take a dense half in the same launch.
     """
     depth = math.prod(w.shape[:num_inputs])
     outputs_first = jnp.moveaxis(w.reshape(depth, *w.shape[num_inputs:]), 0, -1)
@@ -219,7 +219,7 @@ def quantize_matrix(
 
 
 def filled(rows: Float[Array, "... K"], width: int) -> Float[Array, "... L"]:
-    """Rows with zeros behind them."""
+    """Rows padded with zeros to `width`."""
     if rows.shape[-1] == width:
         return rows
     return jnp.pad(rows, ((0, 0),) * (rows.ndim - 1) + ((0, width - rows.shape[-1]),))
@@ -231,15 +231,15 @@ def product(
     axis: str | None = None,
     dtype: Any = jnp.float32,
 ) -> Fp8Sums:
-    """`x @ w`, rows in 8 bits, sums in `dtype`; `axis` as of `quantize`.
+    """`x @ w` of rows in 8 bits, with sums in `dtype`; `axis` as in `quantize`.
 
-    Sums are below 448 * 448 * K, which 16 bits with 8 of exponent hold.
+    Sums are below 448 * 448 * K, which bfloat16 can represent.
     """
     x = x.whole if isinstance(x, Fp8Groups) else x
     rows, flat = x if isinstance(x, Fp8Rows) else quantize_rows(x, axis), w.flat
     values, stored = rows.values, flat.values.shape[-1]
     values = filled(values, stored) if values.shape[-1] == w.depth else values
-    sums = jax.lax.dot_general(  # of two axes: XLA knows the product of 8 bits in this form
+    sums = jax.lax.dot_general(  # two axes: the form in which XLA recognises a product of 8 bits
         values.reshape(-1, values.shape[-1]),
         flat.values,
         (((1,), (1,)), ((), ())),

@@ -1,9 +1,9 @@
 """Pallas Mosaic kernels for NVIDIA Hopper and short windows: products, sum and norm.
 
-A product of few rows is the reading of its weights. A block of threads has a warpgroup that loads,
-by TMA through a ring of buffers, and one that computes for each 64 rows; all rows meet a tile of
-the weights in the block that loads it, and there are no more blocks than run at once. Roundings to
-16 bits are those of the reference, each where it has one, but for SiLU's own.
+A product of few rows takes as long as the reading of its weights. A thread block has a warpgroup
+that loads, by TMA through a ring of buffers, and a warpgroup that computes for every 64 rows. The
+block that loads a tile of the weights multiplies all rows by it, and all blocks run at once.
+Results are rounded to 16 bits wherever the reference rounds, except inside SiLU.
 """
 
 import dataclasses
@@ -26,35 +26,35 @@ from .fp8 import DTYPE as FP8
 from .fp8 import Fp8Groups, Fp8Matrix, Fp8Rows, Fp8Sums, factors_of, factors_of_scalar
 from .routed import RoutedRows
 
-_ROWS = 64  # of a warpgroup's product
+_ROWS = 64  # rows of a warpgroup's product
 MOST_ROWS = 2 * _ROWS  # the registers hold the sums of two warpgroups
-_ROW_MULTIPLE = 8  # of a swizzled tile
-_STEP = 64  # columns of a tile, at least
-_LINE_BYTES = 128  # of a tile's depth, the longest that is swizzled
-_LINE = 16  # columns of 16 bits, the shortest that is swizzled
+_ROW_MULTIPLE = 8  # rows of a swizzled tile
+_STEP = 64  # least columns of a tile
+_LINE_BYTES = 128  # depth of a tile: the longest line that can be swizzled
+_LINE = 16  # 16-bit columns of the shortest line that can be swizzled
 _MOST_STAGES = 8
-_LEAST_DEEP = 3  # stages of twice the depth; with two of them gate and up take 9 to 26 % longer
-# Bytes that all thread blocks together have in flight. With 2 to 3 MiB more, SDAR-8B's down takes
-# 29.1 us instead of 28.2, gate and up 51.8 instead of 50.8.
+_LEAST_DEEP = 3  # least stages of double depth; with two, gate and up take 9 to 26 % longer
+# Bytes in flight of all thread blocks together. With 2 to 3 MiB more, SDAR-8B's down projection
+# takes 29.1 us instead of 28.2, gate and up 51.8 instead of 50.8.
 _IN_FLIGHT_BYTES = 22 * 2**20
 _MOST_SPLITS = 4
-GROUP = 64  # columns with a scale of their own, at least
-PART = 32  # columns of 8 bits that an instruction takes
-_SHALLOW = 2048  # depth up to which tiles of half as many columns win, of 8 bits and few rows
-_THREADS, _VECTOR = 128, 4  # of the norm's program, and numbers that each of them loads at once
-_WIDEST = 4096  # row that was measured
-_ROUNDED_VECTOR, _WIDEST_ROUNDED = 8, 16384  # of a row that becomes one of 8 bits
+GROUP = 64  # least columns of a group with one scale
+PART = 32  # 8-bit columns of one instruction
+_SHALLOW = 2048  # up to this depth, tiles of half the columns win (8 bits, few rows)
+_THREADS, _VECTOR = 128, 4  # threads that norm a row, and numbers that each loads at once
+_WIDEST = 4096  # longest row that was measured
+_ROUNDED_VECTOR, _WIDEST_ROUNDED = 8, 16384  # the same two for rows that are rounded to 8 bits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """What one thread block computes.
+    """The work of one thread block.
 
     Attributes:
-        columns: Of the weights.
-        depth: Of both operands, a step.
+        columns: Columns of the weights.
+        depth: Depth of both operands in one step.
         stages: Steps in flight.
-        splits: Blocks that share the depth of a tile; the parts they leave are added later.
+        splits: Blocks that split the depth of a tile; the reader adds up their partial sums.
     """
 
     columns: int = 64
@@ -107,8 +107,8 @@ def unsupported_rounded(x: Array) -> str | None:
 
 
 def unsupported_turn(width: int) -> str | None:
-    """Why `gated_matmul` cannot take turns of so many columns, or None."""
-    if width % _LINE:  # a piece of the result is swizzled by itself
+    """Why `gated_matmul` cannot take gate and up interleaved by `width` columns, or None."""
+    if width % _LINE:  # each piece of the result is swizzled separately
         return f"needs turns of a multiple of {_LINE} columns, got {width}"
     return None
 
@@ -135,17 +135,17 @@ def choose_tiling(
     groups: int = 1,
     splits: int | None = None,
 ) -> Tiling | None:
-    """A tile for `x @ w`, of `w` as [K N]; None: there is none with whole tiles.
+    """A tiling for `x @ w` with `w` as [K N]; None if no whole tiles fit.
 
-    It has as many thread blocks as run at once, and one of `columns`. Of the tiles tried on an H200
-    with the shapes of SDAR-1.7B and -8B it is within 4 % of the fastest
-    (benchmarks/notes/few_row_products.md).
+    All its thread blocks run at once. It is within 4 % of the fastest tiling tried on an H200 with
+    the shapes of SDAR-1.7B and -8B (benchmarks/notes/few_row_products.md).
 
     Args:
-        is_gated: Half as many columns come out, and no parts.
-        dtype: Type of the rows that come out; None for that of `x`.
-        groups: Scales of a row in 8 bits.
-        splits: Parts of the depth, where they are given (`segments`).
+        columns: Widths to try, in order.
+        is_gated: Half the columns come out, without partial sums.
+        dtype: Type of the resulting rows; None for that of `x`.
+        groups: Number of scales of an 8-bit row.
+        splits: Parts of the depth, if fixed (`segments`).
     """
     K, N = w.shape
     consumers = -(-_num_rows(x) // _ROWS)
@@ -158,7 +158,7 @@ def choose_tiling(
     depths = (2 * line, line) if is_deep else (line,)
     if is_deep and groups > 1:
         depths += (3 * line,)  # whole groups of 96
-    # Of 8 bits, gate and up were timed with as many in flight as the rows that there are allow.
+    # The 8-bit gate and up were timed with stages chosen by the unpadded number of rows.
     asked = _num_rows(x) if is_8_bit and is_gated else rows
     for width in columns:
         blocks = N // width
@@ -185,7 +185,7 @@ def choose_tiling(
 
 
 def segments(w: Array) -> int:
-    """In how many parts of its depth each sum of a product with `w` [K N] is added up.
+    """Number of parts of the depth in which sums of a product with `w` [K N] are accumulated.
 
     It depends on the matrix alone, so that the bits of a row do not depend on the number of rows.
     """
@@ -235,8 +235,8 @@ def gated_matmul(
     """See `api.gated_matmul`; `dtype` as in `split_matmul`.
 
     Args:
-        is_quantized: The rows are rounded once more, to 8 bits: what a thread block has of one is a
-            group with a scale.
+        is_quantized: Round the rows once more, to 8 bits; the columns of a thread block are a
+            group with one scale.
     """
     _, C, _, W = w.shape
     kind = jnp.dtype(dtype or (x.values if isinstance(x, Fp8Rows) else x).dtype)
@@ -280,10 +280,10 @@ def _launch(
     tiling: Tiling,
     interpret: Any,
 ) -> list[Array]:
-    """`x` [M K] times `w` [K N], of which `finish` makes pieces that lie side by side in the rows.
+    """`x` [M K] times `w` [K N]; `finish` turns the sums into adjacent pieces of the rows.
 
     Args:
-        outputs: The result, and if that is to have 8 bits, its scales.
+        outputs: The result and, if it has 8 bits, its scales.
     """
     depth, stages, columns = tiling.depth, tiling.stages, tiling.columns
     K, N = w.shape
@@ -344,8 +344,8 @@ def _launch(
 def _multiply(x, w, *refs, names, tiling, steps, consumers, finish, group_size, is_interpreted):
     """One thread block: all rows, some columns, a share of the depth.
 
-    Operands of 8 bits have scales; their weights lie as [N K]. Where each `group_size` of a row's
-    columns have a scale, their sums are multiplied by that before they are added to the others.
+    8-bit operands have scales, and their weights are stored as [N K]. If every `group_size` columns
+    of a row have a scale, their sums are multiplied by it before they are added to the others.
     """
     scratch = dict(zip(names, refs, strict=True))
     out, is_scaled = scratch["result"], "scaled" in scratch
@@ -393,8 +393,8 @@ def _multiply(x, w, *refs, names, tiling, steps, consumers, finish, group_size, 
     @pl.when(warpgroup == consumers)
     def _():
         plgpu.set_max_registers(40, action="decrease")
-        # Scales of groups are wanted by the first sums: behind the first weights they would come
-        # when all that is in flight has. Others are wanted by the last ones.
+        # The first sums need the scales of groups. Loaded after the first weights, they would
+        # arrive only after every load in flight. Other scales are needed after the last sum.
         if group_size is not None:
             load_scales_of_all()
         jax.lax.fori_loop(0, steps, load, zero)
@@ -451,7 +451,7 @@ def _multiply(x, w, *refs, names, tiling, steps, consumers, finish, group_size, 
         return total * load_scales(scratch["column_scales"], 1, total.shape)
 
     def quantized(pieces):
-        """The pieces in 8 bits, with a scale for what this block has of a row."""
+        """The pieces in 8 bits, with one scale for this block's columns of a row."""
         wide = [piece.astype(jnp.float32) for piece in pieces]
         largest = functools.reduce(jnp.maximum, (jnp.abs(one).max(axis=1) for one in wide))
         factors, units = factors_of(largest)
@@ -506,7 +506,7 @@ def add_rms_norm(
     def run(x, y, scale):
         D = x.shape[-1]
         rows = x.reshape(-1, D)
-        given, groups = [], []  # what is added, in parts (one array) or by place (three)
+        given, groups = [], []  # addends: partial sums (one array) or routed rows (three)
         for each in y:
             if isinstance(each, RoutedRows):
                 lists = each.place.reshape(len(rows), -1), each.weights.reshape(len(rows), -1)
@@ -534,7 +534,7 @@ def add_rms_norm(
 
 
 def weighted(results, place, weights, row, layout):
-    """The sum over a row's experts, in their order, as `RoutedRows` says."""
+    """The weighted sum over a row's experts, in their order; see `RoutedRows`."""
     total = None
     for j in range(place.shape[1]):
         at = place[row, j]
@@ -565,7 +565,7 @@ def _add_rms_norm(x, scale, *refs, groups, eps):
         else:
             parts = [load(own[0].at[i, row]) for i in range(own[0].shape[0])]
             whole = functools.reduce(jnp.add, parts)
-            # A product of many rows is rounded before it comes here.
+            # Round as a product of many rows does before it gets here, so that bits agree.
             is_alone = len(groups) == 1
             addends.append(whole.astype(x.dtype).astype(jnp.float32) if is_alone else whole)
     kept = (load(x.at[row]) + functools.reduce(jnp.add, addends)).astype(x.dtype)
@@ -573,7 +573,7 @@ def _add_rms_norm(x, scale, *refs, groups, eps):
 
 
 def store_normed(kept, scale, row, out, eps):
-    """Store a row and its norm, which is in 8 bits where `out` has a third reference, of scales."""
+    """Store a row and its norm; the norm has 8 bits if `out` has a third reference, for scales."""
     total, normed, *scales = out
     total[row] = kept
     dtype, kept = kept.dtype, kept.astype(jnp.float32)
@@ -657,7 +657,7 @@ def _sandwich_norm(*refs, names, eps):
     def norm(values, scale):
         return values * jax.lax.rsqrt(jnp.sum(values * values) / D + eps) * scale
 
-    # All loads start before the first sum, for which the threads wait.
+    # Start all loads before the first sum, which synchronises the threads.
     factor = None
     if "factors" in given:
         first, second = (given["factors"][i].astype(jnp.float32) for i in range(2))
@@ -732,15 +732,16 @@ def _quantize_rows(x, values, scales):
 
 
 def _dtype(dtype: Any, splits: int) -> jnp.dtype:
-    """The type of the result of a product with so many splits; `dtype` is that of whole rows."""
+    """The type of a product's result: `dtype`, or float32 for partial sums."""
     return jnp.dtype(dtype if splits == 1 else jnp.float32)
 
 
 def _is_staged(num_rows: int, dtype: jnp.dtype) -> bool:
-    """Whether results go through shared memory and TMA.
+    """Whether results are stored through shared memory and TMA.
 
-    Rows past the last one may not be written; and what a thread has of a row is two numbers, half
-    a sector with its neighbours' if they have 16 bits: 1.2 us of SDAR-8B's qkv, 128 rows.
+    A tile with fewer rows needs it, since rows past the last must not be written. It also pays for
+    16 bits: adjacent threads hold two numbers each, so a direct store fills half a sector only. It
+    saves 1.2 us of SDAR-8B's qkv with 128 rows.
     """
     return num_rows % _ROWS > 0 or dtype.itemsize <= 2
 

@@ -1,9 +1,10 @@
 """Pallas Mosaic kernel for NVIDIA Hopper: gate, up and the activation, from sums to rows of 8 bits.
 
-A program has eight rows, and each of its warpgroups some turns of gate and up, all of whose loads
-are under way together. A warp has two rows: sixteen lanes have a turn, neighbours in a lane. A
-row's largest number is a maximum over lanes, then over warpgroups, through shared memory. What the
-activation gives is rounded to 16 bits before it is rounded to 8, as by the reference.
+A program has eight rows. Each of its warpgroups takes some groups of 32 columns of gate and of up,
+and all its loads are in flight together. A warp has two rows: sixteen lanes share a group, each
+with two adjacent numbers. The largest number of a row is a maximum over lanes, then over
+warpgroups through shared memory. The activation is rounded to 16 bits and then to 8, as in the
+reference.
 """
 
 import functools
@@ -20,9 +21,9 @@ from ..activation import GELU_CUBE, GELU_SLOPE, Activation
 from ..lowered import lowered_once
 from .fp8 import DTYPE, Fp8Rows, Fp8Sums, factors_of
 
-_ROWS = 8  # of a program
-_TURN = 32  # columns of gate, and as many of up: a pair for each of sixteen lanes
-_WARPGROUPS, _MOST_TURNS = 6, 16  # of a program, and turns of each, at most
+_ROWS = 8  # rows of a program
+_TURN = 32  # width of the interleaved groups of gate and up: a pair for each of sixteen lanes
+_WARPGROUPS, _MOST_TURNS = 6, 16  # most warpgroups of a program, and most groups of each
 
 
 def unsupported_sums(
@@ -107,7 +108,7 @@ def _gate(sums, by_row, by_column, values, scales, most, told, *, activation, dt
         return rounded(opened * (root * root) * up)
 
     first, count = mine * (C // warpgroups), C // warpgroups
-    # All loads start before the first sum, for which the threads wait.
+    # Start all loads before the first sum, which synchronises the threads.
     each = [
         [hopper.load(sums.at[rows, first + i, j], layout) for j in (0, 1)] for i in range(count)
     ]
@@ -129,7 +130,7 @@ def _gate(sums, by_row, by_column, values, scales, most, told, *, activation, dt
 
     @pl.when(mine == 0)
     def _():
-        for column in range(C * W, values.shape[1], W):  # what the next product takes more
+        for column in range(C * W, values.shape[1], W):  # padding for the next product
             values[rows, pl.ds(column, W)] = jnp.zeros_like(by).astype(DTYPE)
 
 
@@ -138,5 +139,5 @@ def _warpgroups(turns: int) -> int:
 
 
 def _layout() -> Any:
-    """Eight rows of a turn: two a warp, a pair of neighbours a lane."""
+    """A layout of eight rows of a group: two rows a warp, an adjacent pair a lane."""
     return hopper.tiled(((_ROWS, _TURN), (2, _TURN), (2,)), (-5,), (-3, -2))

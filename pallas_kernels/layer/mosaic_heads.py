@@ -1,9 +1,9 @@
 """Pallas Mosaic kernel for NVIDIA Hopper: norms of all heads, values too, and rotation.
 
-A program is a warpgroup with the heads of one group in four rows, or a share of them where rows
-are few; each warp has a row. A head is two halves, each spread over the lanes alike, so that a
-pair lies in one thread and a norm is a sum over a warp's lanes. It is rounded where the reference
-rounds.
+A program is a warpgroup with the heads of one group in four rows, or with some of these heads if
+rows are few; each warp has a row. Both halves of a head are spread over the lanes alike, so that a
+thread holds both numbers of a rotated pair and a norm is a sum over the lanes of a warp. Results
+are rounded wherever the reference rounds.
 """
 
 import functools
@@ -18,16 +18,17 @@ from jaxtyping import Array
 from .. import hopper
 from .fp8 import Fp8Sums
 
-_ROWS = 4  # warps of a program
-# Up to which heads of a group are dealt out to several. On an H200, 256 rows of DiffusionGemma's
-# global layers 6.6 us to 4.8; its sliding ones, which have as many, a tie with twice of them.
+_ROWS = 4  # rows of a program, one a warp
+# Up to this number of programs, the heads of a group are split over several. H200, 256 rows of
+# DiffusionGemma: global layers go from 6.6 to 4.8 us; sliding layers, which have this number of
+# programs unsplit, are as fast with twice of them.
 _PROGRAMS = 512
 _LANES = 32
-# Numbers that a lane loads before its first store: no load passes a store. On an H200 256 rows of
-# DiffusionGemma's sliding layers take 3.4 us, with one head at a time 3.8. All nine heads of its
-# global layers do not fit into the registers: 4,096 rows take 61 us, with one at a time 48.
+# Numbers that a lane loads before its first store, since loads are not moved across stores. H200,
+# DiffusionGemma: 256 rows of the sliding layers take 3.4 us, and 3.8 one head at a time. All nine
+# heads of the global layers exceed the registers: 4,096 rows take 61 us, and 48 one at a time.
 _AT_ONCE = 32
-_MOST_HALF = 256  # components, eight to a lane: one load
+_MOST_HALF = 256  # components of half a head, eight a lane: one load
 
 
 def unsupported_heads(qkv: Array, cos: Array) -> str | None:
@@ -74,7 +75,7 @@ def norm_rotate(  # lowered once
             grid=(M // _ROWS, G, min(both, max(1, _PROGRAMS * _ROWS // (M * G)))),
             grid_names=("rows", "group", "share"),
             kernel_name="norm_rotate",
-            # Nothing reads what is written here, so threads need not wait for their warpgroup.
+            # The kernel never reads its own writes, so threads need not wait for their warpgroup.
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
             interpret=interpret,
         )(
@@ -92,7 +93,7 @@ def norm_rotate(  # lowered once
 
 
 def _norm_rotate(qkv, cos, sin, q_norm, k_norm, *refs, eps):
-    """One group in four rows, a head after the other; sums of 8 bits have two scales."""
+    """One group of four rows, head after head; 8-bit sums have a row and a column scale."""
     *factors, q, k, v = refs
     (both, H), n = qkv.shape[2:], q.shape[2]
     half = H // 2
@@ -135,7 +136,7 @@ def _norm_rotate(qkv, cos, sin, q_norm, k_norm, *refs, eps):
         mass = jnp.sum(sum(piece * piece for piece in pieces), axis=1)
         factor = jax.lax.broadcast_in_dim(jax.lax.rsqrt(mass / H + eps), tile, [0])
         normed = [piece * factor for piece in pieces]
-        if j == both - 1:  # of a layer without values of its own, what its key is made of
+        if j == both - 1:  # if keys and values share a head, this is the key's
             store(v.at[rows, group], normed)
         if j <= n:
             by = scales["q" if j < n else "k"]
@@ -155,5 +156,5 @@ def _norm_rotate(qkv, cos, sin, q_norm, k_norm, *refs, eps):
 
 
 def layout_of_rows(width: int) -> Any:
-    """Four rows of so many numbers: one a warp, neighbours in a lane."""
+    """A layout of four rows of `width` numbers: a row a warp, adjacent numbers a lane."""
     return hopper.tiled(((_ROWS, width), (width // _LANES,)), (-3,), (-2,))

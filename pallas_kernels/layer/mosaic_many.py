@@ -1,14 +1,14 @@
 """Pallas Mosaic kernels for NVIDIA Hopper: products of many rows; gate, up and SiLU in one launch.
 
-A product of many rows takes as long as the tensor cores do. XLA reads and writes the result of gate
-and up once more for SiLU, and takes a library's kernel, whose order of sums follows the number of
-rows; here it follows the matrix alone. As many blocks of threads as run at once take the tiles of
-the result in turns. One warpgroup loads, by TMA through a ring of buffers; two multiply, and
-finish a tile, rounded, while the tensor cores are at the first steps of the next. Roundings to 16
-bits are those of the reference, but for SiLU's own.
+The tensor cores bound a product of many rows. XLA reads and writes the result of gate and up once
+more for SiLU, and calls library kernels whose order of summation depends on the number of rows;
+here it depends on the matrix alone. The grid is persistent: the thread blocks that run at once
+share the tiles of the result. One warpgroup loads, by TMA through a ring of buffers. Two multiply,
+and store a finished tile during the first steps of the next. Results are rounded to 16 bits
+wherever the reference rounds, except inside SiLU.
 
-Operands of 8 bits have scales, which the sums are multiplied with before they are rounded; weights
-lie as [N K] then.
+8-bit operands have scales, which multiply the sums before they are rounded; their weights are
+stored as [N K].
 """
 
 import functools
@@ -29,17 +29,17 @@ from .mosaic import unsupported_pair
 
 _CONSUMERS, _ROWS = 2, 64  # warpgroups that multiply, and rows of each
 _TILE = _CONSUMERS * _ROWS
-# Columns of a tile, gate's and up's, in the order of preference: the registers hold 256 sums a row;
-# 192 are up to 2 % slower, and often fill the chip better.
+# Columns of a tile (gate and up together), in order of preference: the registers hold 256 sums a
+# row; 192 columns are up to 2 % slower, but often fill the chip better.
 _COLUMNS = (256, 192)
-# Of a product of 16 bits alone. H200, SDAR-1.7B, 1,024 rows: 128 columns are 14 to 38 % faster than
-# 256, which then have one round of tiles and nothing to overlap the last stores with.
+# Columns of a tile of a 16-bit product. H200, SDAR-1.7B, 1,024 rows: 128 columns are 14 to 38 %
+# faster than 256, which give one round of tiles, so that nothing overlaps with the last stores.
 _PRODUCT_COLUMNS = (256, 128, 64)
-_DEPTH_BYTES = 128  # of a step
-_MOST_STAGES = 6  # steps in flight that shared memory holds, at most
+_DEPTH_BYTES = 128  # depth of a step
+_MOST_STAGES = 6  # most steps in flight that fit in shared memory
 _PIECE = 64  # columns of a product that are rounded and stored at a time
-_TURNS = (16, 32, 64)  # columns of gate, and as many of up, that lie side by side
-_BAND = 32  # tiles of rows that all have a tile of columns before the next ones do: what L2 holds
+_TURNS = (16, 32, 64)  # widths of the groups in which gate and up are interleaved
+_BAND = 32  # row tiles processed for one tile of columns before the next: their rows fit in L2
 _CLOSE = 0.02  # smaller differences of shares count as ties
 
 
@@ -74,10 +74,10 @@ def unsupported_product(x: Array, w: Array | Fp8Matrix) -> str | None:
 
 
 def _unsupported_depth(depth: int, w: Array | Fp8Matrix) -> str | None:
-    """Why a product cannot be so deep, or None.
+    """Why a product cannot have this depth, or None.
 
-    The scales of a tile take the place of the last one's but one, with which the warpgroups that
-    multiply are done as soon as the ring came round once in between.
+    The scales of a tile overwrite those of the tile before the last. The warpgroups that multiply
+    have finished that tile only if the ring has come round since, so a tile has a least depth.
     """
     step = _DEPTH_BYTES // w.dtype.itemsize
     if depth % step or (w.dtype == DTYPE and depth < _MOST_STAGES * step):
@@ -87,7 +87,7 @@ def _unsupported_depth(depth: int, w: Array | Fp8Matrix) -> str | None:
 
 
 def choose_columns(x: Array, w: Array | Fp8Matrix) -> tuple[int, float]:
-    """Columns of a tile, and the mean share of multiprocessors that then have a tile.
+    """Columns of a tile, and the mean share of multiprocessors that are then busy.
 
     Args:
         w: As [D C 2 W], or as [K N] for `matmul`.
@@ -103,7 +103,7 @@ def choose_columns(x: Array, w: Array | Fp8Matrix) -> tuple[int, float]:
 def product_columns(rows: int, w: Array, segments: int) -> int:
     """Columns of a tile of `matmul` in 16 bits: the most that fill the chip in several rounds.
 
-    With segments the registers hold sums of 128 columns, and as many totals.
+    With segments the registers hold sums and totals, so a tile has at most 128 columns.
     """
     shares = {}
     for columns in (n for n in _PRODUCT_COLUMNS if w.shape[1] % n == 0):
@@ -115,7 +115,7 @@ def product_columns(rows: int, w: Array, segments: int) -> int:
 
 
 def _widths(w: Array | Fp8Matrix, turn: int) -> list[int]:
-    """The tile widths that divide the columns, and hold whole turns of gate and up."""
+    """The tile widths that divide the columns and hold whole groups of gate and up."""
     width = math.prod(w.shape[1:])
     return [n for n in _COLUMNS if n % (2 * turn) == 0 and width % n == 0]
 
@@ -134,9 +134,9 @@ def gated_matmul(
     """See `api.gated_matmul`; `matmul` is the product alone.
 
     Args:
-        columns: Of a tile, see `choose_columns`.
-        dtype: Type of the rows that come out; None for that of `x`.
-        blocks: Of threads, at most; each needs a multiprocessor for itself.
+        columns: Columns of a tile, see `choose_columns`.
+        dtype: Type of the resulting rows; None for that of `x`.
+        blocks: Most thread blocks; each needs a multiprocessor to itself.
         interpret: An `InterpretGPUParams` runs it on a CPU, for tests.
     """
     _, C, _, W = w.shape
@@ -157,11 +157,11 @@ def matmul(
     blocks: int = MULTIPROCESSORS,
     interpret: Any = None,
 ) -> Float[Array, "*M N"]:
-    """`x @ w` of two axes; other arguments as in `gated_matmul`.
+    """`x @ w` for a `w` of two axes; other arguments as in `gated_matmul`.
 
     Args:
-        segments: Parts of the depth that are summed up apart and then added in order, as
-            `mosaic.split_matmul` and its reader do; with 16 bits alone.
+        segments: Parts of the depth that are summed separately and then added in order, as
+            `mosaic.split_matmul` and its reader do; more than 1 for 16 bits only.
     """
     sizes = {
         "columns": columns,
@@ -175,7 +175,7 @@ def matmul(
 
 
 def _launch(name, x, w, *, width, piece, columns, dtype, blocks, interpret, segments=1):
-    """`x` times `w`, gated or not, as rows of `width` numbers that are made a `piece` at a time."""
+    """`x` times `w`, gated or not, as rows of `width` numbers, finished `piece` at a time."""
     scales, is_gated = (), name == "gated_matmul"
     if isinstance(x, Fp8Rows):
         assert isinstance(w, Fp8Matrix)
@@ -201,7 +201,7 @@ def _launch(name, x, w, *, width, piece, columns, dtype, blocks, interpret, segm
         "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=_CONSUMERS + 1),
         "used": plgpu.Barrier(num_barriers=stages, num_arrivals=_CONSUMERS),
     }
-    if scales:  # of two tiles: the next one's come before they are needed
+    if scales:  # two buffers: the scales of the next tile are loaded early
         scratch["row_scales"] = plgpu.SMEM((2, _CONSUMERS, _ROWS), jnp.float32)
         scratch["column_scales"] = plgpu.SMEM((2, columns), jnp.float32)
         scratch["scaled"] = plgpu.Barrier(num_barriers=2, num_arrivals=_CONSUMERS + 1)
@@ -225,7 +225,7 @@ def _launch(name, x, w, *, width, piece, columns, dtype, blocks, interpret, segm
 
 
 def origin(tile: Array, down: int, across: int) -> tuple[Array, Array]:
-    """The row and the column, in tiles, of the tile with this number; there are `down * across`."""
+    """The row and the column, in tiles, of tile number `tile` of `down * across`."""
     tile = jnp.asarray(tile, jnp.int32)
     number = functools.partial(jnp.asarray, dtype=jnp.int32)
     band = jax.lax.div(tile, number(_BAND * across))
@@ -235,7 +235,7 @@ def origin(tile: Array, down: int, across: int) -> tuple[Array, Array]:
 
 
 def _multiply(x, w, *refs, names, tiles, columns, W, is_gated, segments):
-    """One thread block: a tile of the result, then the tile `blocks` further on."""
+    """One thread block: a tile of the result, then every further tile at a stride of `blocks`."""
     scratch = dict(zip(names, refs, strict=True))
     out, is_scaled = scratch["result"], "scaled" in scratch
     stages, _, _, depth = scratch["rows"].shape
@@ -276,7 +276,7 @@ def _multiply(x, w, *refs, names, tiles, columns, W, is_gated, segments):
             for group in range(_CONSUMERS):
                 source = x.at[piece(row * _CONSUMERS + group, _ROWS), deep]
                 plgpu.copy_gmem_to_smem(source, scratch["rows"].at[slot, group], loaded)
-            if is_scaled:  # the last tile but one, which had their places, is done by now
+            if is_scaled:  # the tile that used this buffer before is done by now
                 pl.when(step == 0)(lambda: ask_for_scales(i & 1, row, column))
             return after(slot)
 
@@ -296,7 +296,7 @@ def _multiply(x, w, *refs, names, tiles, columns, W, is_gated, segments):
     staged = scratch["out"].at[warpgroup]
 
     def rounded(sums, half):
-        """A tile's sums in 16 bits, by turns of gate and of up."""
+        """The sums of a tile in 16 bits, split into the groups of gate and of up."""
         pieces = [sums[:, first : first + W] for first in range(0, columns, W)]
         if is_scaled:
             plgpu.barrier_wait(scratch["scaled"].at[half])
@@ -307,7 +307,7 @@ def _multiply(x, w, *refs, names, tiles, columns, W, is_gated, segments):
         return tuple(piece.astype(out.dtype) for piece in pieces)
 
     def finish(sums, j):
-        """Write one turn of a tile's rounded sums to shared memory."""
+        """Write the j-th group of a tile's rounded sums to shared memory."""
         if not is_gated:
             staged[:, pl.ds(j * W, W)] = sums[j]
             return

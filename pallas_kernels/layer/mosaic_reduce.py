@@ -1,12 +1,12 @@
-"""Sums over the devices of one host in one launch, with the residual and the norm behind them.
+"""Sums over the devices of one host in one launch, followed by the residual and the norm.
 
-Every thread block sends its rows to all devices' exchange buffers, by stores to their memory, and
-reads what the others sent from its own. A number announces itself: a buffer holds `NOTHING` until
-it is there. So there are no flags, no fences and no second launch.
+Every thread block stores its rows to the exchange buffers of all devices, and reads the rows of
+the others from its own buffer. A buffer holds `NOTHING` until data arrives, so the kernel needs no
+flags, no fences and no second launch.
 
-Three turns of a buffer follow each other. A launch writes turn k, reads turn k, and clears turn
-k - 1, which it read in the launch before. A peer writes turn k + 2 = k - 1 (mod 3) only after it
-has seen this device's numbers of turn k + 1, which are sent once the clearing has ended.
+A buffer has three turns. A launch writes and reads turn k, and clears turn k - 1, which the launch
+before has read. A peer writes turn k + 2 = k - 1 (mod 3) only after it has received this device's
+numbers of turn k + 1, which are sent after the clearing.
 """
 
 import functools
@@ -36,7 +36,7 @@ from .mosaic import store_normed
 
 
 def buffer_words(num_devices: int) -> int:
-    """Words of 4 bytes of a device's buffer."""
+    """Size of a device's buffer in words of 4 bytes."""
     return (HEADER_BYTES + TURNS * num_devices * BLOCKS * SLICE_BYTES) // 4
 
 
@@ -47,14 +47,14 @@ def blank(num_devices: int) -> Array:
 
 
 def peers(addresses: list[int]) -> Int32[np.ndarray, "devices words"]:
-    """What each device is told: every buffer's address, in two words, and its own number."""
+    """For each device the address of every buffer, two words each, and the device's own number."""
     words = [word for address in addresses for word in divmod(address, 2**32)[::-1]]
     rows = [[*words, rank] for rank in range(len(addresses))]
     return np.array(rows, np.uint32).view(np.int32)
 
 
 def num_blocks(rows: int) -> int:
-    """Thread blocks of a launch: each has as many rows."""
+    """Thread blocks of a launch, all with the same number of rows."""
     return next(n for n in range(min(rows, BLOCKS), 0, -1) if rows % n == 0)
 
 
@@ -80,7 +80,7 @@ def add_rms_norm(
     *,
     is_quantized: bool = False,
 ) -> tuple[Array, Array | Fp8Rows]:
-    """See `api.add_rms_norm`, of the sum over the devices of their `y`."""
+    """`api.add_rms_norm` with `y` summed over the devices."""
     D, num_devices = x.shape[-1], peers.shape[-1] // 2
     rows = x.reshape(-1, D)
     kind = jax.ShapeDtypeStruct(rows.shape, x.dtype)
@@ -113,7 +113,7 @@ def total(y: Array, x: Array, peers: Array) -> Array:
 
 
 def _launch(peers, parts, *refs, eps, num_devices):
-    """A block's rows of one device."""
+    """One thread block: its rows on one device."""
     M = parts.shape[1]
     grid = num_blocks(M)
     block = jax.lax.axis_index("block")
@@ -131,13 +131,13 @@ def reduce_rows(
     eps: float,
     num_devices: int,
 ) -> None:
-    """Sum rows over the devices; add the residual and write it and its norm, if refs has them.
+    """Sum rows over the devices; if `refs` has more than the sum, add the residual and norm it.
 
     Args:
-        table: Of this device, [words].
-        parts: What this device has of the sum, [X M D].
-        refs: The sum's; or residual, scale, new residual, its norm, and the norm's scales if it is
-            in 8 bits.
+        table: This device's row of `peers`, [words].
+        parts: This device's terms of the sum, [X M D].
+        refs: The sum; or residual, scale, new residual, its norm, and the scales of the norm if it
+            has 8 bits.
     """
     X, _, D = parts.shape
     out = refs[0] if len(refs) == 1 else refs[2]

@@ -1,9 +1,9 @@
 """Pallas Mosaic kernel for NVIDIA Hopper: norm and rotation of heads in a short launch.
 
-A program is a warpgroup with some heads of one row. A tile of it is the same head of eight groups,
-or of four, each by 16 lanes or 32, so that a pair lies in one thread, the norm is a sum over the
-lanes of a head, and which of query, key or value a tile is, is known when the kernel is written.
-Roundings to 16 bits are those of the reference.
+A program is a warpgroup with some heads of one row. A tile holds the same head of eight (or four)
+groups, with 16 (or 32) lanes to a head. So a thread holds both numbers of a rotated pair, a norm
+is a sum over the lanes of a head, and each tile is known at trace time to be query, key or value.
+Results are rounded to 16 bits wherever the reference rounds.
 """
 
 import functools
@@ -18,10 +18,10 @@ from jaxtyping import Array
 from .. import hopper
 from ..lowered import lowered_once
 
-_GROUPS = (8, 4)  # of a tile, in order of preference
-_LANES = 128  # of a tile
-_PIECES = (32, 64)  # rotated pairs: one to four components to a lane
-_HEADS = 2  # of each group, to a program
+_GROUPS = (8, 4)  # groups of a tile, in order of preference
+_LANES = 128  # threads of a tile
+_PIECES = (32, 64)  # rotated pairs, one to four components a lane
+_HEADS = 2  # heads of each group in a program
 
 
 def unsupported_heads(qkv: Array, cos: Array) -> str | None:
@@ -66,7 +66,7 @@ def rotate_qkv(
             grid=(M, G // groups, -(-both // _HEADS)),
             grid_names=("row", "groups", "heads"),
             kernel_name="rotate_qkv",
-            # Nothing reads what is written here, so threads need not wait for their warpgroup.
+            # The kernel never reads its own writes, so threads need not wait for their warpgroup.
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
             interpret=interpret,
         )(
@@ -83,7 +83,7 @@ def rotate_qkv(
 
 
 def _rotate_qkv(qkv, cos, sin, *refs, groups, has_norms: bool, has_bias: bool, eps: float):
-    """Some heads of some groups, for one row, in pieces as wide as there are rotated pairs."""
+    """Some heads of some groups of one row, in pieces as wide as the number of rotated pairs."""
     *extra, q, k, v = refs
     num_parts, _, _, both, H = qkv.shape
     width, dtype = cos.shape[-1], q.dtype
@@ -103,7 +103,7 @@ def _rotate_qkv(qkv, cos, sin, *refs, groups, has_norms: bool, has_bias: bool, e
         return values.astype(dtype).astype(jnp.float32)
 
     def work(mine):
-        """Heads of these places in their groups; all loads start before the first use."""
+        """Process the heads with these indices in each group; all loads start before a use."""
         given = [
             [[load(qkv.at[i, row, mine_of, j, at]) for i in range(num_parts)] for at in pieces_at]
             for j in mine
@@ -140,7 +140,7 @@ def _rotate_qkv(qkv, cos, sin, *refs, groups, has_norms: bool, has_bias: bool, e
 
 
 def _layout(groups: int, width: int) -> Any:
-    """Rows of a tile, as many to each warp, and the lanes of each, which have neighbours."""
+    """A layout that deals rows evenly to warps; a lane holds adjacent numbers of a row."""
     rows, lane = (groups, width), (width // (_LANES // groups),)
     if groups == 4:  # a row a warp
         return hopper.tiled((rows, lane), (-3,), (-2,))

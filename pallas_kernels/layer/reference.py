@@ -1,4 +1,4 @@
-"""The reference in plain XLA, with gradients; models are trained with it."""
+"""The differentiable reference in plain XLA; training uses it."""
 
 import functools
 
@@ -20,7 +20,7 @@ def rms_norm(x: Float[Array, "... D"], scale: Float[Array, "... D"], eps: float)
 
 
 def late_rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"] | None, eps: float) -> Array:
-    """Root-mean-square norm of the last axis, rounded once, after the scale, as Gemma 4's is."""
+    """Root-mean-square norm of the last axis, rounded once, after the scale, as in Gemma 4."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return (x32 if scale is None else x32 * as_row(scale, x32)).astype(x.dtype)
@@ -29,7 +29,7 @@ def late_rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"] | None, ep
 def apply_rope(x: Float[Array, "... T N H"], cos: Array, sin: Array) -> Float[Array, "... T N H"]:
     """Rotate half-split pairs (j, j + R/2) in float32, return in the dtype of `x`.
 
-    R is twice the tables' width; the components past it are left as they are.
+    R is twice the width of the tables; components past it are unchanged.
     """
     half = cos.shape[-1]
     a, b = x[..., :half].astype(jnp.float32), x[..., half : 2 * half].astype(jnp.float32)
@@ -69,7 +69,7 @@ def sandwich_norm(
     x = x + (out if outer is None else late_rms_norm(out, outer, eps))
     if factor is not None:
         (first, second), is_second = factor[0].astype(x.dtype), factor[1]
-        # A choice between two is part of the norm's launch; an index would be one of its own.
+        # XLA fuses a select into the norm's launch; a gather would need a launch of its own.
         x = x * jnp.where(is_second, second, first)[..., None]
     return x, tuple(late_rms_norm(x, scale, eps) for scale in following)
 
@@ -77,14 +77,14 @@ def sandwich_norm(
 def gated_matmul(
     x: Float[Array, "... K"], w: Float[Array, "K C 2 W"], activation: Activation = "silu"
 ) -> Array:
-    """See `api.gated_matmul`; here the gate may have another activation."""
+    """See `api.gated_matmul`; this one also takes other activations."""
     return gated(matmul(x, w), activation)
 
 
 def gated(
     both: Float[Array, "... C 2 W"], activation: Activation = "silu"
 ) -> Float[Array, "... C*W"]:
-    """Activated gates times up; both are interleaved in groups of W columns."""
+    """The activated gate times up, which are interleaved in groups of W columns."""
     out = ACTIVATIONS[activation](both[..., 0, :]) * both[..., 1, :]
     return out.reshape(*both.shape[:-3], -1)
 
@@ -92,8 +92,8 @@ def gated(
 def matmul(x: Array, w: Array) -> Array:
     """`x @ w` over the last axis of `x` and the first of `w`; output in the dtype of `x`.
 
-    One flat [M, D] x [D, K] product whatever the trailing axes of `w`: reshaping a parameter is
-    free, and a two-dimensional dot is what XLA tunes best.
+    The product is a flat [M, D] x [D, K] for any trailing axes of `w`: reshaping a parameter is
+    free, and XLA tunes two-dimensional products best.
     """
     flat = w.reshape(w.shape[0], -1).astype(x.dtype)
     out = jax.lax.dot_general(x, flat, (((x.ndim - 1,), (0,)), ((), ())))
@@ -110,7 +110,7 @@ def rotate_qkv(
     eps: float,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> tuple[Array, Array, Array]:
-    """See `api.rotate_qkv`; rows and the sum of parts are rounded to `dtype` first."""
+    """See `api.rotate_qkv`; the rows, or the sum of parts, are rounded to `dtype` first."""
     if qkv.ndim > cos.ndim + 2:
         qkv = jnp.sum(qkv, axis=0)
     qkv = qkv.astype(dtype or qkv.dtype)
@@ -118,7 +118,7 @@ def rotate_qkv(
     n = both - 2
     if bias is not None:
         qkv = qkv + as_row(bias, qkv)
-    # Queries and key of a group are normed and rotated together, in one pass.
+    # The queries and the key of a group are normed and rotated in one pass.
     qk, v = qkv[..., : n + 1, :], qkv[..., n + 1, :]
     if q_norm is not None and k_norm is not None:
         qk = rms_norm(qk, jnp.stack([q_norm] * n + [k_norm]), eps)

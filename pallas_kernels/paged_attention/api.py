@@ -22,9 +22,9 @@ from .mosaic_tiling import choose_alike
 Implementation = Literal["xla", "cudnn", "triton", "mosaic"]
 
 # The largest number of rows of a sequence at which each kernel was measured and was the fastest.
-# Microseconds a call on an H200, Mosaic / Triton / the better use of cuDNN: SDAR-8B,
-# 1 x 32 rows at context 8k 16 / 24 / 140; LLaDA-8B, 32 x 128 at 1k 192 / 298 / 382, 8 x 256 at 1k
-# 92 / 151 / 250; SDAR-8B, 1 x 512 behind 3.5k 52 / 108 / 119, 1 x 1,024 behind 3k 113 / 224 / 218
+# us a call on an H200, sequences x rows at a context, Mosaic / Triton / the better use of cuDNN:
+# SDAR-8B, 1 x 32 at 8k 16 / 24 / 140, 1 x 512 at 3.5k 52 / 108 / 119, 1 x 1,024 at 3k 113 / 224 /
+# 218; LLaDA-8B, 32 x 128 at 1k 192 / 298 / 382, 8 x 256 at 1k 92 / 151 / 250
 # (benchmarks/results/paged_attention_h200.json). Mosaic takes multiples of 16 rows.
 MOSAIC_ROWS = 1024
 TRITON_ROWS = 128
@@ -55,17 +55,17 @@ def paged_attention(
 
     Args:
         q, k, v: Rotated queries and fresh keys and values of the computed rows.
-        k_pages, v_pages: The pools of this layer. They are only read. Values of 8 bits, and no
+        k_pages, v_pages: The pools of this layer, which are only read. Values of 8 bits, and no
             others, are [P G H Z] (`kv_write.fp8.is_token_last`).
-        page_table: Pages of each sequence in order of position; -1 where there is none.
+        page_table: Pages of each sequence in order of position; -1 for a missing page.
         mask: Which keys each row sees.
         scale: Factor of the scores; None: one over the root of the head size.
-        kv_scales: Where keys and values have 8 bits, fresh ones too: what a key and a value of each
-            head is multiplied by. Powers of two (`kv_write.fp8`).
-        is_quantized: Rows may come out in 8 bits, each head of a row with a scale of its own; they
-            do where the kernel rounds them in the same launch.
-        one_rounding: With "mosaic", keys are divided alike for any number of sequences, and of rows
-            from 128 on: a row's bits are its own.
+        kv_scales: For keys and values of 8 bits, cached and fresh: the factors of the keys and of
+            the values of each head, powers of two (`kv_write.fp8`).
+        is_quantized: Allow rows in 8 bits with a scale for each head of a row. They are returned
+            if the kernel can round them in the same launch.
+        one_rounding: With "mosaic", split the keys alike for any number of sequences, and for any
+            number of rows from 128 on, so that a row's bits do not depend on them.
         implementation: "xla" (any device, the reference), "cudnn" and "triton" (NVIDIA GPU,
             16-bit), "mosaic" (Hopper, bfloat16, jax 0.11), or None for the fastest that supports
             the arguments.
@@ -101,10 +101,10 @@ def _back_ends(
     scores = B * T * N * (page_table.shape[1] * k_pages.shape[2] + T)
     on_mosaic = mosaic.unsupported(q, k_pages, mask)
     on_triton = triton.unsupported(q, k_pages, mask)
-    # A canvas with its window, head 256, on an H200, us, XLA / Mosaic: 256 rows 62 / 32, beside a
-    # store 116 / 42, a prefill of 1,024 239 / 41 (benchmarks/results/canvas_parts_h200.json). Head
-    # 512: 256 rows of one slot, four and 16 took XLA 90, 294 and 1,039 us and take Mosaic, with its
-    # merge, 50, 152 and 580 (canvas_attention_h200.json); an H100's prefill took 280 / 143
+    # A canvas with its window on an H200, us, XLA / Mosaic. Head 256: 256 rows 62 / 32, with a
+    # store 116 / 42, a prefill of 1,024 rows 239 / 41 (benchmarks/results/canvas_parts_h200.json).
+    # Head 512, Mosaic with its merge: 256 rows of one slot 90 / 50, of four 294 / 152, of 16
+    # 1,039 / 580 (canvas_attention_h200.json); a prefill on an H100 280 / 143
     # (canvas_wide_h100.json).
     return {
         "mosaic": BackEnd(mosaic.attention, on_mosaic, T <= MOSAIC_ROWS),

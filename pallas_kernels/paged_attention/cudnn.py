@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from ..kv_write import fp8
 from .mask import WindowMask, sees
 
-_MAX_HEAD = 128  # cuDNN's forward attention on every architecture it supports
+_MAX_HEAD = 128  # limit of cuDNN's forward attention on every architecture that it supports
 
 
 def unsupported(q: Array) -> str | None:
@@ -38,7 +38,7 @@ def attention(
     keys = jnp.concatenate([_gather_pages(k_pages, page_table), k], axis=1)
     cached = _gather_pages(v_pages, page_table, fp8.is_token_last(v_pages))
     values = jnp.concatenate([cached, v], axis=1)
-    if kv_scales is not None:  # powers of two: exact in bfloat16, whose range holds the products
+    if kv_scales is not None:  # powers of two: products are exact in bfloat16
         k_scale, v_scale = (own.astype(q.dtype)[None, None, :, None] for own in kv_scales)
         keys, values = keys.astype(q.dtype) * k_scale, values.astype(q.dtype) * v_scale
     visible = sees(mask, page_table, Z)
@@ -50,7 +50,7 @@ def attention(
 def _gather_pages(
     pages: Array, page_table: Int[Array, "B C"], is_token_last: bool = False
 ) -> Float[Array, "B CZ G H"]:
-    """Cached rows of each sequence in order of position; rows of no page are arbitrary."""
+    """Cached rows of each sequence in order of position; arbitrary where a page is missing."""
     found = pages.at[jnp.maximum(page_table, 0)].get(mode="clip")
     found = found.mT if is_token_last else found
     B, C, G, Z, H = found.shape

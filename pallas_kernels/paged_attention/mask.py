@@ -8,10 +8,10 @@ from jaxtyping import Array, Bool, Int
 
 
 class Rules(NamedTuple):
-    """What is known of a mask while tracing; see `WindowMask`.
+    """The static facts of a mask; see `WindowMask`.
 
     Attributes:
-        orders: Blocks of a sequence differ in order, a bit each.
+        orders: The blocks of a sequence differ in token order, stored as one bit a block.
     """
 
     block_size: int
@@ -27,18 +27,18 @@ class WindowMask(struct.PyTreeNode):
         cell: Window cell of each computed row; its block is `cell // block_size`. The cells of a
             sequence follow one another.
         start: Absolute position of cell 0.
-        live: First and one past the last live cell, [B 2]; other cells neither see nor are seen.
+        live: First live cell and one past the last, [B 2]; other cells neither see nor are seen.
         context_len: Cached keys seen, counted from position 0.
         visible: Whether row block q sees key block k; leading axis B or 1. None: the blocks up to
             its own.
-        causal: Rows in token order as well; [B K] says it of the rows of a block.
+        causal: Whether rows also see no key of a later token; [B K]: one value for each block.
         block_size: Cells of a block.
-        window: Keys of all kinds are seen only where they are fewer than so many positions away,
-            before or behind; None: at any distance.
+        window: A row sees keys only at a distance below this number of positions, in either
+            direction; None: at any distance.
         by_block: Rows that are not in token order count the window from the first cell of their
             block, and see all of their block.
-        context_is_before: Cached keys end where cell 0 begins, or before: what is known of a
-            default `context_len` while tracing.
+        context_is_before: Cached keys end at or before the position of cell 0. A static fact, true
+            for the default `context_len`.
     """
 
     cell: Int[Array, "B T"]
@@ -54,7 +54,7 @@ class WindowMask(struct.PyTreeNode):
 
     @property
     def rules(self) -> Rules:
-        """What is known while tracing."""
+        """The static facts of the mask."""
         return Rules(self.block_size, self.window, self.by_block, self.causal.ndim > 1)
 
     def rows_live(self) -> Bool[Array, "B T"]:
@@ -62,7 +62,7 @@ class WindowMask(struct.PyTreeNode):
         return (self.cell >= self.live[:, :1]) & (self.cell < self.live[:, 1:])
 
     def rows_in_order(self) -> Bool[Array, "B T 1"]:
-        """Which computed rows are in token order; [B 1 1] where those of a sequence are alike."""
+        """Which computed rows are in token order; [B 1 1] if it is one value a sequence."""
         if self.causal.ndim == 1:
             return self.causal[:, None, None]
         block = jnp.clip(self.cell // self.block_size, 0, self.causal.shape[1] - 1)
@@ -71,8 +71,8 @@ class WindowMask(struct.PyTreeNode):
     def sees_context(self, length: int) -> Bool[Array, "B T L"]:
         """Whether row i sees cached position j.
 
-        A position that is both cached and live is seen fresh, not cached; in token order a row
-        sees no cached position behind its own.
+        A position that is both cached and live is read as a fresh key. In token order a row sees
+        no cached position after its own.
         """
         j = jnp.arange(length)[None, None, :]
         edges = (self.start[:, None] + self.live)[:, :, None, None]
@@ -99,7 +99,7 @@ class WindowMask(struct.PyTreeNode):
         return pairs & in_order & self._is_near(ahead) & live[:, :, None] & live[:, None, :]
 
     def _is_near(self, ahead: Int[Array, "B T U"]) -> Bool[Array, "B T U"]:
-        """Whether keys so many positions ahead of each row are within its window."""
+        """Whether keys that are `ahead` positions after each row lie within its window."""
         if self.window is None:
             return jnp.ones_like(ahead, dtype=bool)
         near = jnp.abs(ahead) < self.window
@@ -114,13 +114,13 @@ def within_reach(
 ) -> tuple[WindowMask, Int[Array, "B D"]]:
     """The pages that some row may see, and the mask with positions counted from the first of them.
 
-    They are all pages where the context may reach behind cell 0, or nothing limits how far back a
-    row sees. Else they hold the `window - 1` positions before cell 0.
+    With `window`, `by_block` and `context_is_before`, these pages hold the `window - 1` positions
+    before cell 0. Otherwise they are all pages.
     """
     if mask.window is None or not (mask.by_block and mask.context_is_before):
         return mask, page_table
     reach = mask.window - 1
-    most = max((reach - 2) // page_size + 2, 1)  # pages that so many positions can touch
+    most = max((reach - 2) // page_size + 2, 1)  # pages that these positions can touch
     if most >= page_table.shape[1]:
         return mask, page_table
     first = jnp.maximum(mask.start - reach, 0) // page_size
@@ -132,21 +132,22 @@ def within_reach(
 
 
 def sees(mask: WindowMask, page_table: Int[Array, "B C"], page_size: int) -> Bool[Array, "B T U"]:
-    """The whole mask over gathered context, then fresh keys."""
+    """The full mask over the gathered context, then fresh keys."""
     context = mask.sees_context(page_table.shape[1] * page_size)
     present = jnp.repeat(page_table >= 0, page_size, axis=1)[:, None, :]
     return jnp.concatenate([context & present, mask.sees_fresh()], axis=-1)
 
 
 def facts(mask: WindowMask, page_table: Array, page_size: int) -> Int[Array, "B 8"]:
-    """What a kernel reads of each sequence, the longest first; the same in every layer of a step.
+    """The numbers that kernels read of each sequence; the same in every layer of a step.
 
-    Start, live range, context, the part of it that every row sees, token order (where blocks differ
-    in it, a bit each), first cell, and which sequence it is. Programs begin in the order of a grid,
-    and where contexts differ, all would wait for a long one that began last.
+    Columns: start, live range (two), context length, length of the context that every row sees,
+    token order (one bit a block if blocks differ), first cell, index of the sequence. Sequences
+    are sorted, the longest first: programs start in grid order, and a launch would wait for a long
+    sequence that started last.
     """
-    # Up to the first page that is missing, the end of the context or the first position that is
-    # seen fresh, whichever comes first, a cached key is seen by every live row.
+    # Every live row sees the cached keys up to the first missing page, the end of the context or
+    # the first fresh position, whichever comes first.
     there = jnp.cumprod((page_table >= 0).astype(jnp.int32), axis=1)
     mapped = jnp.sum(there, axis=1, dtype=jnp.int32) * page_size
     context_len = jnp.minimum(mask.context_len, page_table.shape[1] * page_size)
@@ -166,7 +167,7 @@ def facts(mask: WindowMask, page_table: Array, page_size: int) -> Int[Array, "B 
 
 
 def _longest_first(length: Int[Array, " B"]) -> Int[Array, " B"]:
-    """The order of the values: a sort as two sums, which is cheaper on a GPU."""
+    """Indices that sort the values, longest first, by two sums: cheaper than a sort on a GPU."""
     place = jnp.arange(len(length), dtype=jnp.int32)
     tie = (length[None] == length[:, None]) & (place[None] < place[:, None])
     rank = jnp.sum((length[None] > length[:, None]) | tie, axis=1, dtype=jnp.int32)

@@ -1,16 +1,16 @@
 """A Pallas Mosaic kernel for NVIDIA Hopper: flash attention with a warpgroup that only loads.
 
-A block of threads has one or two warpgroups that compute, of 64 query rows each, and one that
-loads: tiles of cached keys by page, then tiles of the window's own, through a ring of buffers that
+A thread block has one or two warpgroups that compute 64 query rows each, and one that loads: first
+tiles of cached keys by page, then tiles of the window's fresh keys, through a ring of buffers that
 the tensor memory accelerator (TMA) fills. The query heads that share a KV head are rows of one
-product. Long contexts are split among the blocks of a cluster, which merge their parts themselves:
-each takes some columns of the result, so there is no second launch. Where few tiles are left to a
-block, its two warpgroups may have the same rows and take its tiles in turns; where blocks are many,
-they stay, and the next rows come while the last ones end (`mosaic_tiling.Tiling`).
+product. The blocks of a cluster may split a long context; they merge their parts without a second
+launch, each computing some columns of the result. If a block has few tiles, its two warpgroups may
+have the same rows and alternate tiles. If there are many blocks, they may be resident: each takes
+several tiles of rows, and loads the next while it finishes the last (`mosaic_tiling.Tiling`).
 
-Rows come in units: `chunk` neighbouring tokens of one query head, one TMA box each. A unit's rows
-are whole swizzle tiles, and so are the fresh keys of a tile: hence a number of rows that is a
-multiple of 16. `api.choose` sends others elsewhere.
+Rows come in units of `chunk` adjacent tokens of one query head, one TMA box each. The rows of a
+unit and the fresh keys of a tile are whole swizzle tiles, so the number of rows must be a multiple
+of 16; `api.choose` takes another back end for the rest.
 
 Source: FlashAttention-2 and -3 (arXiv 2307.08691, 2407.08608), Flash-Decoding for the split.
 """
@@ -35,8 +35,8 @@ from .mosaic_merge import part_transforms
 from .mosaic_tiles import ROWS, loads_of
 from .mosaic_tiling import LEAST_8_BIT, Tiling, check_tiling, choose_tiling, holds_parts
 
-_LEAST = 16  # of the inner side of a product of 16-bit numbers
-_MOST_BLOCKS = 32  # of a window whose visibility or order is a bit each
+_LEAST = 16  # least inner side of a product of 16-bit numbers
+_MOST_BLOCKS = 32  # blocks of a window whose visibility or token order is one bit each
 
 
 def unsupported(q: Array, k_pages: Array, mask: WindowMask) -> str | None:
@@ -70,7 +70,7 @@ def unsupported_arguments(q: Array, k_pages: Array, mask: WindowMask) -> str | N
 
 
 def gives_groups(tiling: Tiling) -> bool:
-    """Whether the kernel can round its rows to 8 bits: where one launch has all keys of a row."""
+    """Whether the kernel can round its rows to 8 bits: one launch must see all keys of a row."""
     takes_turns = tiling.resident or tiling.shares_rows or tiling.unsplit_keys
     return not takes_turns and (tiling.splits == 1 or tiling.is_cluster)
 
@@ -93,14 +93,14 @@ def attention(
 ) -> Array | Fp8Groups:
     """See `api.paged_attention`; rows that are not live are zeros.
 
-    `interpret`, an `InterpretGPUParams`, runs it on a CPU for tests. The interpreter has no product
-    with an operand in registers and none that adds to what is there: the weights go through shared
-    memory and the product is added apart; all else is the code that runs on a GPU.
+    `interpret`, an `InterpretGPUParams`, runs it on a CPU for tests. The interpreter supports
+    neither operands in registers nor products that accumulate, so weights go through shared memory
+    and products are added separately. All other code is the same as on a GPU.
     """
     mask, page_table = within_reach(mask, page_table, k_pages.shape[2])
     tiling = choose_tiling(q, k_pages, page_table) if tiling is None else tiling
     bits = None
-    if mask.visible is not None:  # the blocks that each block of rows sees, a bit each
+    if mask.visible is not None:  # one bit for each block that a block of rows sees
         place = jnp.arange(mask.visible.shape[-1], dtype=jnp.int32)
         bits = jnp.sum(mask.visible.astype(jnp.int32) << place[None, None], axis=2, dtype=jnp.int32)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -132,7 +132,7 @@ def _run(
     interpret,
     is_quantized=False,
 ):
-    """One launch, and a merge where the parts are not a cluster's. Layers lower once."""
+    """One launch, and a merge unless a cluster merges its parts."""
     q, k, _ = fresh
     B, T, N, H = q.shape
     G, Z = pools[0].shape[1:3]
@@ -209,7 +209,7 @@ def _run(
         transforms = hopper.swizzled(keys, k.dtype)
         scratch["weights"] = plgpu.SMEM((consumers, ROWS, keys), k.dtype, transforms=transforms)
     tiles = B * G * blocks
-    # As few as need no more turns than all that may stay.
+    # The fewest resident blocks that need no more turns than `tiling.resident` do.
     stay = -(-tiles // -(-tiles // tiling.resident)) if tiling.resident else 0
     more = {name: array for name, array in more.items() if array is not None}
     operands = [*fresh, *pools, page_table, numbers, *more.values()]

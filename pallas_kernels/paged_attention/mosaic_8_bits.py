@@ -1,8 +1,8 @@
-"""What the Mosaic form of paged attention does with keys and values of 8 bits (e4m3).
+"""Keys and values of 8 bits (e4m3) in the Mosaic form of paged attention.
 
-A query is multiplied as the sum of two such numbers, which is exact; a weight is rounded to one.
-Hopper multiplies 8 bits only where the contracted axis is contiguous, so values lie with their
-tokens side by side: those of the cache do, `hopper.operands` turns fresh ones.
+A query is split into the exact sum of two 8-bit numbers; a weight is rounded to one. Hopper
+multiplies 8 bits only if the contracted axis is contiguous, so the tokens of values must be
+adjacent: the cache stores them so, and `hopper.operands` transposes fresh ones.
 """
 
 import jax
@@ -14,16 +14,16 @@ from ..hopper import load
 from ..layer.fp8 import DTYPE as FP8
 from ..layer.fp8 import factors_of
 
-# Weights are up to 2^PEAK, of the 448 that e4m3 holds: below 2^-14 of their row's largest they have
-# fewer than 4 bits, and below 2^-18 of it they are zero, as in FlashAttention-3.
+# The largest weight is 2^PEAK (e4m3 holds up to 448). Weights below 2^-14 of the largest of their
+# row have fewer than 4 bits, and those below 2^-18 of it are zero, as in FlashAttention-3.
 PEAK = 8.0
 
 
 def query_parts(rows, parts):
-    """Write rows of 16 bits as the sum of two numbers of 8; what they are to be multiplied by.
+    """Write 16-bit rows as the sum of two 8-bit numbers, and return their scales.
 
-    bfloat16 has 8 bits of mantissa, e4m3 has 4, and a sign of its own: nothing is lost but of
-    numbers below 2^-9 of the row's largest, which are off by 2^-17 of that at most.
+    bfloat16 has 8 bits of mantissa, and two e4m3 numbers have 4 each. The sum is exact, except that
+    numbers below 2^-9 of the row's largest are off by at most 2^-17 of it.
     """
     values = load(rows, plgpu.Layout.WGMMA).astype(jnp.float32)
     factors, scales = factors_of(jnp.abs(values).max(axis=1))
@@ -37,10 +37,10 @@ def query_parts(rows, parts):
 
 
 def interpreted_product(staged, weight, values, width):
-    """`weight @ value` for the interpreter: from shared memory into separate sums.
+    """`weight @ value` for the interpreter, by way of shared memory and with separate sums.
 
     Args:
-        values: Of a share of the weight's columns each.
+        values: Each belongs to a share of the columns of the weight.
     """
     rows = staged.shape[0]
     size = staged.shape[1] // len(values)

@@ -1,6 +1,6 @@
-"""What a block of threads of the Mosaic form does: one warpgroup loads, the others compute.
+"""A thread block of the Mosaic form: one warpgroup loads, the others compute.
 
-`mosaic.py` launches it. A block has one tile of rows, or stays and has several, one behind another.
+`mosaic.py` launches it. A block computes one tile of rows, or, if resident, several in sequence.
 """
 
 import functools
@@ -15,13 +15,14 @@ from .mosaic_tiles import drain, load, whole, work_of
 
 
 def attend(*refs, num_operands, extras, names, rules, scale, tiling, chunk, places):
-    """A block of threads: a tile of rows of a KV head, over its share of the keys.
+    """A thread block: a tile of rows of a KV head, over its share of the keys.
 
-    With `tiling.resident` several such tiles, one behind another.
+    With `tiling.resident` a block computes several tiles in sequence.
 
     Args:
-        extras: Which of the operands that may be left out are given: "bits", "kv_scales".
-        places: Tiles of rows of all sequences and heads, those of one head, and blocks that stay.
+        extras: Names of the optional operands that are given: "bits", "kv_scales".
+        places: Number of row tiles of all sequences and heads, of one head, and of resident
+            blocks.
     """
     q, k, v, k_pages, v_pages, table, numbers, *given = refs[:num_operands]
     more = dict(zip(extras, given, strict=True))
@@ -68,7 +69,7 @@ def attend(*refs, num_operands, extras, names, rules, scale, tiling, chunk, plac
 
 
 def _attend_in_turns(work_at, warpgroup, bring, compute_rows, scratch, tiling, places):
-    """Tiles of rows, a share of them: while one is computed, the next one's rows and keys come."""
+    """Compute several tiles of rows; the rows and keys of the next load during the current one."""
     tiles, blocks, stay = places
     first = jax.lax.axis_index("block")
     last = stay - 1 - first
@@ -76,7 +77,7 @@ def _attend_in_turns(work_at, warpgroup, bring, compute_rows, scratch, tiling, p
 
     def work_in(turn, before=None):
         tile = tile_in(turn, first, last, stay)
-        tile = jnp.minimum(tile, tiles - 1)  # behind the last comes none
+        tile = jnp.minimum(tile, tiles - 1)  # past the last tile, repeat it
         sequence, place = jax.lax.div(tile, whole(blocks)), jax.lax.rem(tile, whole(blocks))
         return work_at((sequence, whole(0), place), before)
 
@@ -109,26 +110,26 @@ def _attend_in_turns(work_at, warpgroup, bring, compute_rows, scratch, tiling, p
 
 
 def tile_in(turn, first, last, stay):
-    """The tile of rows of a turn; `first` and `last`: a block's place among `stay` from either end.
+    """The row tile of a turn; `first` and `last`: index of the block among `stay` from either end.
 
     Contexts are sorted, the longest first. Serpentine order balances them: the block with the
-    longest of one turn has the shortest of the next.
+    longest context in one turn has the shortest in the next.
     """
     return turn * stay + jnp.where((turn & 1) == 0, first, last)
 
 
 def num_turns(first, last, tiles, stay):
-    """How many turns a block has; the others as in `tile_in`."""
+    """The number of turns of a block; other arguments as in `tile_in`."""
     full, rest = divmod(tiles, stay)
     return full + ((last if full % 2 else first) < rest).astype(jnp.int32)
 
 
 def _registers(consumers, is_8_bit):
-    """Of each thread that loads, and of each that computes.
+    """Registers of each loading thread and of each computing thread.
 
-    Warpgroups share what the block was launched with: 168 a thread where they are three, so that
-    all three may have 504. One that asks for more waits for ever.
+    Warpgroups share the registers of the launch: 168 a thread for three warpgroups, so 504 for one
+    thread of each. A warpgroup that asks for more waits forever.
     """
-    if is_8_bit:  # the one that loads turns fresh values
+    if is_8_bit:  # the loading warpgroup transposes fresh values
         return (56, 224) if consumers == 2 else (88, 240)
     return 40, 232 if consumers == 2 else 208

@@ -1,7 +1,7 @@
-"""The kernel of the Mosaic form: what a warpgroup that computes does with a tile of rows.
+"""The kernel of the Mosaic form: the work of a computing warpgroup on a tile of rows.
 
-`mosaic_tiles.py` says which keys it looks at and has them loaded, `mosaic_merge.py` how the blocks
-of a cluster merge; `mosaic_blocks.py` calls all three.
+`mosaic_tiles.py` chooses and loads its keys, `mosaic_merge.py` merges the parts of a cluster, and
+`mosaic_blocks.py` calls all three.
 """
 
 import functools
@@ -28,11 +28,11 @@ from .mosaic_tiles import (
     window_cell,
 )
 
-# Score of a key that is not seen, whatever it is multiplied by. A large finite number is not hidden
-# by a small scale: the multiply-add that subtracts the peak leaves a rounding error of 1e19.
+# Score of a hidden key, infinite so that any scale keeps it hidden. With a large finite number and
+# a small scale, the multiply-add that subtracts the peak leaves a rounding error of 1e19.
 _HIDDEN = -jnp.inf
-_FLOOR = -1e28  # first peak of a row, below every score; finite, so that differences are
-_NO_MASS = -1e30  # logarithm of the mass of a row that has seen no key; finite, too
+_FLOOR = -1e28  # initial peak of a row, below every score; finite, so that differences are finite
+_NO_MASS = -1e30  # log mass of a row that has seen no key; finite as well
 _LOG2_E = 1.4426950408889634
 
 
@@ -57,9 +57,9 @@ def compute(
     """A warpgroup's rows: attention over its tiles, the merge of a cluster's parts, the result.
 
     Args:
-        turn: Where blocks stay, how many tiles of rows this one had before; rows have two buffers
-            then, and a result leaves from the one that its rows came to.
-        following: Then, whether there is another tile of rows, and its work.
+        turn: For resident blocks, the number of row tiles done before. Rows then alternate between
+            two buffers, and a result is stored from the buffer that its rows were loaded to.
+        following: For resident blocks, whether another tile of rows follows, and its work.
     """
     keys, block_size, window = tiling.keys, rules.block_size, rules.window
     _, T, N, H = q.shape
@@ -109,11 +109,11 @@ def compute(
         is_there, then = following
         unit_then = then.unit_0 + group * per_warpgroup
         other = group + ((turn + 1) & 1) * tiling.row_groups
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last result has left
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last result has been stored
         pl.when(turn == 0)(lambda: ask_for_rows(work, unit, buffer))
         pl.when(is_there)(lambda: ask_for_rows(then, unit_then, other))
 
-    # Of each row: its cell, and the last keys that it sees.
+    # For each row, its cell and the last keys that it sees.
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=per_row)
     unit_of_row = jax.lax.div(row, whole(chunk)) + unit
     token = jax.lax.div(unit_of_row, whole(n)) * chunk + jax.lax.rem(row, whole(chunk))
@@ -134,7 +134,7 @@ def compute(
     else:
         ends = (jax.lax.div(cell, whole(block_size)) + 1) * block_size - 1
         last_fresh = jnp.minimum(last_fresh, ends)
-    if window is not None and not rules.by_block:  # else the order alone is a limit
+    if window is not None and not rules.by_block:  # otherwise only the token order is a limit
         last_cached = jnp.minimum(last_cached, start + cell + (window - 1))
         last_fresh = jnp.minimum(last_fresh, cell + (window - 1))
 
@@ -181,13 +181,13 @@ def compute(
         scale = scale * kv_scales[0, work.g]
 
     def values_of(value):
-        """What a tile's weights are multiplied by; a number taken along would be no constant."""
+        """The right operands of the products with a tile's weights, one for each 8-bit part."""
         if is_8_bit:
             return [value.at[part].T for part in range(parts)]
         return [value if own_columns is None else value.at[:, own_columns]]
 
     def look(i, carry, sees):
-        """Take in a tile of keys; `sees` None: every row sees all of them."""
+        """Process a tile of keys; `sees` None: every row sees all of them."""
         total, peak, mass = carry
         slot, shape = slot_of(work, tiling, i), (ROWS, keys)
         key, value = scratch["k_ring"].at[slot], scratch["v_ring"].at[slot]
@@ -204,7 +204,7 @@ def compute(
             return sums[...]
 
         score = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-        if own_columns is not None:  # the other warpgroup has the sums of the other half
+        if own_columns is not None:  # the other warpgroup computes the sums of the other half
             scratch["halves"][warpgroup] = score
             plgpu.barrier_arrive(scratch["halves_in"].at[0])
             plgpu.barrier_wait(scratch["halves_in"].at[0])
@@ -216,7 +216,7 @@ def compute(
         higher = jnp.maximum(peak, score.max(axis=1) * factor)
         shrink = jnp.exp2(peak - higher)
         each, least = factor, higher
-        if is_8_bit:  # weights are larger, and so is their sum, which divides the result
+        if is_8_bit:  # weights and their sum are 2^PEAK larger, which cancels in the result
             each, least = across(factor, shape), higher - PEAK
         weight = jnp.exp2(score * each - across(least, shape))
         mass = mass * shrink + weight.sum(axis=1)
@@ -246,7 +246,7 @@ def compute(
             staged = scratch["weights"].at[warpgroup]
             total += interpreted_product(staged, weights[0], values_of(value), width)
         elif is_8_bit:
-            # The tensor cores keep some 14 bits of a sum of products of 8: it begins anew.
+            # The tensor cores keep some 14 bits of 8-bit products' sums: start a new sum each tile.
             total += pl.run_scoped(added, plgpu.WGMMAAccumulatorRef(total.shape, jnp.float32))
         else:
             total = pl.run_state(add)(plgpu.WGMMAAccumulatorRef.init(total))
@@ -296,7 +296,7 @@ def compute(
     mean = total * across(share_of_row, total.shape)
 
     def rounded(values, largest):
-        """Rows of the result's type; in 8 bits with a scale for this head, left in `units`."""
+        """Rows in the type of the result; 8-bit rows have a scale for this head, in `units`."""
         values = values.astype(q.dtype)
         if "units" not in scratch:
             return values
@@ -308,7 +308,7 @@ def compute(
         return jnp.abs(values).max(axis=1) if "units" in scratch else None
 
     def store(staged, columns=None, leads=True):
-        """Bring this warpgroup's rows from shared memory to the result."""
+        """Copy this warpgroup's rows from shared memory to the result."""
         plgpu.commit_smem()
         for i in range(per_warpgroup):
 
@@ -339,10 +339,10 @@ def compute(
             staged[...] = rounded(mean, largest_of(mean))
             store(staged)
             return
-        meet()  # the other warpgroup has read the rows, too
+        meet()  # the other warpgroup has also read the rows
         mine[:, own_columns] = mean.astype(q.dtype)
         plgpu.commit_smem()
-        meet()  # and written its half
+        meet()  # the other warpgroup has written its half
         pl.when(warpgroup == 0)(lambda: store(mine))
 
     def meet():

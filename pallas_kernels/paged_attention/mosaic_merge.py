@@ -1,11 +1,11 @@
-"""How the blocks of a cluster merge their parts of a result of the Mosaic form.
+"""The merge of the parts of a result among the blocks of a cluster, in the Mosaic form.
 
-Each block takes some columns; where its two warpgroups share keys, each of these does. What the
-others have of them they store into its shared memory, or into global memory where that is too small
-and where the kernel is interpreted: the interpreter knows no other block's shared memory. Mosaic
-begins no block of a cluster before all are there, and none ends before it has its parts. Plain
-stores: Pallas's own `async_store_smem` counts the bytes of every thread at the peer's barrier,
-which took 2.8 us more (benchmarks/notes/attention.md).
+Each block merges some columns of the result; if its two warpgroups share keys, each warpgroup does.
+The other blocks store their part of these columns into its shared memory. They use global memory
+if shared memory is too small, or under the interpreter, which cannot reach another block's shared
+memory. Mosaic starts the blocks of a cluster together, and a block ends only after it has received
+its parts. Plain stores are used because Pallas's `async_store_smem` counts the bytes of every
+thread at the barrier of the peer, which took 2.8 us more (benchmarks/notes/attention.md).
 """
 
 import functools
@@ -18,11 +18,11 @@ from jaxtyping import Array
 
 from ..hopper import cluster, load, swizzled
 
-SWIZZLE = 32  # bytes of a row of 8 columns in float32, the fewest that a block takes
+SWIZZLE = 32  # bytes of 8 float32 columns of a row, the fewest that a block merges
 
 
 def part_transforms():
-    """How a part's columns lie in shared memory: 8 rows of 32 bytes, swizzled."""
+    """Layout of the columns of a part in shared memory: tiles of 8 rows of 32 bytes, swizzled."""
     return swizzled(SWIZZLE // 4, jnp.float32)
 
 
@@ -31,18 +31,18 @@ def merged(
 ) -> tuple[Array, Array | None]:
     """This part's columns of the mean over all parts, each weighted by the mass of its keys.
 
-    Beside it, what no number of any column is above: the mean of `largest` in the same way. All
-    parts compute the same.
+    Also returns an upper bound of every column: the weighted mean of `largest`, which is the same
+    for all parts.
 
     Args:
-        mean, log_mass: Of this part's keys, for each row of the warpgroup.
-        largest: Of the numbers of `mean`; None: not asked for.
-        index: Which part this is.
-        warpgroup: Which of the block's.
-        place: Where the warpgroup's rows are in `parts`.
-        parts: Means and masses of all parts in global memory; none where `scratch` holds them.
-        scratch: What `mosaic` makes.
-        tiling: See `mosaic.Tiling`.
+        mean, log_mass: Mean and log mass of this part's keys, for each row of the warpgroup.
+        largest: Largest number of each row of `mean`; None if the bound is not needed.
+        index: Index of this part.
+        warpgroup: Index of the warpgroup in its block.
+        place: Where the rows of the warpgroup are in `parts`.
+        parts: Means and masses of all parts in global memory; empty if `scratch` holds them.
+        scratch: The scratch memory that `mosaic` allocates.
+        tiling: See `mosaic_tiling.Tiling`.
     """
     layout = plgpu.Layout.WGMMA
     per_row = layout.reduce(1)
@@ -94,7 +94,7 @@ def merged(
         terms = [load(one, layout) * across(w) for one, w in zip(means, weights, strict=True)]
     else:
         terms = [own * across(jnp.exp2(log_mass - peak))]
-        for i, one in enumerate(means):  # of part i, or of the next where the own is not behind it
+        for i, one in enumerate(means):  # skip this block's own part: later parts shift by one
             is_before = (index > i).astype(jnp.float32)
             weight = weights[i] * is_before + weights[i + 1] * (1.0 - is_before)
             terms.append(load(one, layout) * across(weight))

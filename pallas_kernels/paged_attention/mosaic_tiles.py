@@ -1,4 +1,4 @@
-"""Which tiles of keys a thread block of the Mosaic kernel reads, and how it loads them."""
+"""The tiles of keys that a thread block of the Mosaic kernel reads, and their loads."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from ..hopper.operands import BOX, turn
 
-ROWS = 64  # of a warpgroup's product
+ROWS = 64  # rows of a warpgroup's product
 FAR = 1 << 29  # beyond every position
 
 
@@ -21,21 +21,22 @@ class Work:
     """The work of one thread block; all numbers are int32.
 
     Attributes:
-        sequence: Sequence and KV head, and `b` and `g`, what they are alone.
-        split: Which share of the keys.
-        is_whole: All keys of the rows are this block's; None where that never is.
-        is_spare: The block has nothing to do: another cluster has its rows; None as above.
-        unit_0, units: Its first unit of rows, and how many the sequence has.
+        sequence, b, g: Sequence and KV head as one number, and each of them.
+        split: Index of the share of the keys.
+        is_whole: The block reads all keys of its rows; None if no block does.
+        is_spare: The block is idle, because another cluster has its rows; None as above.
+        unit_0, units: First unit of rows of the block, and number of units of the sequence.
         start, first, end, context_len, causal, cell_0: See `mask.facts`.
-        is_used: A row is live.
-        cached_tiles, skipped: Tiles of the context from `skipped` on, then come the window's own.
-        fresh_first: First of the window's own.
-        low, high: Its share of them all.
-        before: Tiles of keys that went through the ring for earlier rows; None where rows do not
-            take turns.
-        cached: Where the cached ones begin, where those begin that every row sees, where these end
-            and where all do.
-        fresh: The same of the window's own, those that every row sees first.
+        is_used: Some row is live.
+        cached_tiles, skipped: Number of context tiles that rows see, and index of the first one.
+            The tiles of the window's fresh keys follow.
+        fresh_first: First tile of the fresh keys.
+        low, high: This block's share of the list of tiles.
+        before: Tiles of keys that passed through the ring for earlier rows; None unless the block
+            is resident.
+        cached: Bounds of the cached tiles: their start, the range that every row sees without a
+            mask, their end.
+        fresh: The same for the fresh tiles, with those that every row sees first.
     """
 
     sequence: Array
@@ -64,7 +65,7 @@ class Work:
 
 
 def work_of(shape, pool, numbers, place, before=None, *, has_bits, rules, tiling, chunk) -> Work:
-    """The work of one thread block; `shape` of the queries and `pool` of the keys.
+    """The work of one thread block, for queries of `shape` and keys of shape `pool`.
 
     Args:
         place: Sequence and KV head as one number, share of the keys, tile of rows.
@@ -86,8 +87,8 @@ def work_of(shape, pool, numbers, place, before=None, *, has_bits, rules, tiling
     per_block = tiling.row_groups * per_warpgroup
     is_whole, is_spare = None, None
     if tiling.unsplit_keys:
-        # Of a sequence's tiles of rows, a cluster takes one, or as many as it has blocks, one each;
-        # then the clusters that would have had the others have nothing to do.
+        # A cluster takes one row tile of a sequence, its blocks splitting the keys; or, for a short
+        # context, one row tile for each of its blocks. The clusters of these tiles are then idle.
         blocks = -(-units // per_block)
         item = g * blocks + block
         is_whole = context_len <= tiling.unsplit_keys
@@ -100,7 +101,7 @@ def work_of(shape, pool, numbers, place, before=None, *, has_bits, rules, tiling
     least_cell = cell_0 + jax.lax.div(unit_0, whole(n)) * chunk
     most_cell = cell_0 + jax.lax.div(unit_1, whole(n)) * chunk + (chunk - 1)
 
-    # The list of tiles of keys, as the Triton form has it: the context's, then the window's.
+    # The list of key tiles, as in the Triton form: those of the context, then of the window.
     first_live, last_live = jnp.maximum(least_cell, first), jnp.minimum(most_cell, end - 1)
     is_used = first_live <= last_live
     if is_spare is not None:
@@ -129,8 +130,8 @@ def work_of(shape, pool, numbers, place, before=None, *, has_bits, rules, tiling
     cached_high = jnp.minimum(high, cached_tiles)
     cached_low = jnp.minimum(low, cached_high)
     fresh_low, fresh_high = jnp.maximum(low, cached_tiles), jnp.maximum(high, cached_tiles)
-    # Fresh keys that every row sees come before those that some do, in their own loop. A single
-    # tile does not pay for the time to compile that loop.
+    # Fresh keys that every row sees come first, in a loop without a mask. For a single tile this
+    # loop would not repay its compilation time.
     if not has_bits and keys < T:
         in_block = (jax.lax.div(first_live, whole(block_size)) + 1) * block_size
         plain = jnp.minimum(
@@ -186,7 +187,7 @@ def in_order(cell, causal, rules):
 
 
 def window_cell(cell, causal, rules):
-    """The cell from which a row counts its window: its own, or its block's first."""
+    """The cell from which a row counts its window: its own or the first of its block."""
     if not rules.by_block:
         return cell
     behind = jax.lax.rem(cell, whole(rules.block_size))
@@ -194,7 +195,7 @@ def window_cell(cell, causal, rules):
 
 
 def page_of(work, table, page_size, j):
-    """Page of cached position j, and where in the page that is."""
+    """Page of cached position j, and the offset in the page."""
     C = table.shape[1]
     column = jax.lax.div(j, whole(page_size))
     page = jnp.where(column < C, table[work.b, jnp.minimum(column, C - 1)], -1)
@@ -202,37 +203,37 @@ def page_of(work, table, page_size, j):
 
 
 def slot_of(work, tiling, i):
-    """Buffer of the ring that tile i is in."""
+    """Buffer of the ring that holds tile i."""
     return jax.lax.rem(_order_of(work, i), whole(tiling.stages))
 
 
 def _order_of(work, i):
-    """How many tiles went through the ring before tile i."""
+    """The number of tiles that pass through the ring before tile i."""
     order = i - work.low
     return order if work.before is None else order + work.before
 
 
 def turns_of(work, warpgroup, from_, to):
-    """The first of tiles [from_, to) that is one of two warpgroups' in turns, and how many are."""
+    """First and number of the tiles in [from_, to) of one of two alternating warpgroups."""
     first = from_ + ((from_ - work.low + warpgroup) & 1)
     return first, jax.lax.div(to - first + 1, whole(2))
 
 
 def load(work, fresh_keys, pools, table, scratch, tiling):
-    """What the warpgroup that loads does: the tiles of this work, in order; `drain` comes last."""
+    """Load the tiles of this work in order, as the loading warpgroup; `drain` must follow."""
     keys, stages = tiling.keys, tiling.stages
     T, Z = fresh_keys[0].shape[1], pools[0].shape[2]
     is_8_bit = "q_8" in scratch
 
     def wait_until(name, slot, order):
-        """Wait until what was in a buffer before is used."""
+        """Wait until the previous contents of a buffer have been used."""
 
         @pl.when(order >= stages)
         def _():
             plgpu.barrier_wait(scratch[name].at[slot])
 
     def fill(buffer, arrived, sources):
-        """Load keys or values, box by box."""
+        """Load keys or values box by box."""
         size = keys // len(sources)
         for place, source in enumerate(sources):
             part = buffer if size == keys else buffer.at[pl.ds(place * size, size)]
@@ -241,7 +242,7 @@ def load(work, fresh_keys, pools, table, scratch, tiling):
             plgpu.barrier_arrive(arrived)
 
     def cached(i):
-        """The boxes of a cached tile: pages, and the tokens of each where it is larger."""
+        """The boxes of a cached tile: whole pages, or some tokens of a larger page."""
         j = (i + work.skipped) * keys
         found = [page_of(work, table, Z, j + at) for at in range(0, keys, min(keys, Z))]
         tokens = pl.ds(0, Z)
@@ -251,14 +252,14 @@ def load(work, fresh_keys, pools, table, scratch, tiling):
 
     def fresh(i, box):
         token = (i - work.cached_tiles + work.fresh_first) * keys
-        # Copies of the last box fill the tile after the last key: the product needs whole
-        # tiles of finite values, and the mask hides them.
+        # Copies of the last box fill the tile past the last key: the product needs whole tiles of
+        # finite values, and the mask hides the copies.
         tokens = [jnp.minimum(token + at, T - box) for at in range(0, keys, box)]
         tokens = [pl.ds(pl.multiple_of(one, box), box) for one in tokens]
         return [(work.b, one, work.g) for one in tokens]
 
     def bring_values(i, is_cached, buffer, arrived):
-        """Values of 8 bits, whose tokens lie side by side, page by page."""
+        """Load 8-bit values, whose tokens are adjacent, page by page."""
         parts = keys // min(keys, Z)
         if is_cached:
             places, tokens = cached(i)
@@ -295,12 +296,12 @@ def load(work, fresh_keys, pools, table, scratch, tiling):
 
 
 def loads_of(keys, rows, page_size) -> int:
-    """Boxes of the smallest kind in so many keys: what arrives at their barrier."""
+    """Arrivals at the barrier of a tile: the number of smallest boxes in `keys`."""
     return keys // min(keys, page_size, math.gcd(rows, keys))
 
 
 def drain(low, high, scratch, tiling):
-    """Wait until the last tiles of [low, high) are used; a thread block may not end before."""
+    """Wait until the last tiles of [low, high) are used; a thread block must not end earlier."""
 
     def wait(i, _, name):
         plgpu.barrier_wait(scratch[name].at[jax.lax.rem(i - low, whole(tiling.stages))])
@@ -312,7 +313,7 @@ def drain(low, high, scratch, tiling):
 
 
 def whole(x) -> Array:
-    """A number as int32, which all numbers of the kernel are."""
+    """Convert a number to int32, the type of all integers of the kernel."""
     return jnp.asarray(x, jnp.int32)
 
 

@@ -1,7 +1,7 @@
-"""How the work of the Mosaic kernel is divided among thread blocks, and the rule that chooses.
+"""The division of the Mosaic kernel's work among thread blocks, and the rule that chooses it.
 
-What the rule reckons with was measured on an H200; it knows shapes alone, so that a text's bits
-depend on no neighbour.
+The constants of the rule were measured on an H200. It depends on shapes only, so that a text's bits
+do not depend on its neighbours.
 """
 
 import dataclasses
@@ -14,52 +14,54 @@ from ..hopper import MULTIPROCESSORS
 from .mosaic_merge import SWIZZLE
 from .mosaic_tiles import ROWS
 
-ALIKE = (32, 128)  # sequences and rows that `choose_alike` reckons with
-LEAST_8_BIT = 32  # of the inner side of a product of 8-bit numbers
-_MAX_CLUSTER = 8  # blocks of threads, on every Hopper
-# What `choose_tiling` reckons with, fitted to an H200 (results/paged_attention_h200.json): 64 keys
-# of head size 128 in tiles of 64 or 128, by one and by two warpgroups; what each block of threads
-# costs beside, and each way to merge: a cluster's takes as long for each warpgroup of a block. The
-# clusters that run at once: a GPC has 14 to 18 multiprocessors, so that 16 clusters of 8 blocks, or
-# 32 of 4, took two turns. Wide tiles won from so many tiles of 64 on, with ping-pong where two
-# warpgroups compute. Two that share keys were timed up to so many tiles of one sequence.
+ALIKE = (32, 128)  # sequences and rows that `choose_alike` assumes
+LEAST_8_BIT = 32  # least inner side of a product of 8-bit numbers
+_MAX_CLUSTER = 8  # thread blocks, on every Hopper
+# Cost model of `choose_tiling`, fitted to an H200 (results/paged_attention_h200.json).
+# `_TILE_US`: us for 64 keys of head size 128, by computing warpgroups and keys of a tile.
+# `_WIDE`: number of 64-key tiles from which 128-key tiles won (with ping-pong for two warpgroups).
+# `_MOST_SHARED`: most tiles of one sequence at which warpgroups that share keys were timed.
+# `_BLOCK_US`: fixed cost of a thread block. `_CLUSTER_US`, `_XLA_US`: merge by a cluster, for each
+# warpgroup of a block, and by XLA. `_CLUSTERS`: clusters that run at once. A GPC has 14 to 18
+# multiprocessors, so that 16 clusters of 8 blocks, or 32 of 4, took two turns.
 _TILE_US = {(1, 64): 0.75, (1, 128): 0.63, (2, 64): 1.08, (2, 128): 0.87}
 _WIDE = 32
 _MOST_SHARED = 41
-# Of several short sequences, by warpgroups of a block: from how many blocks on those that stay were
-# timed and won or tied, and the keys of their tiles, most blocks first
-# (results/attention_stay_h200.json). Fewer win where contexts are even, and tie or lose where not.
+# Resident blocks for several short sequences, by computing warpgroups of a block: the least number
+# of blocks at which they won or tied, and the keys of their tiles, most blocks first
+# (results/attention_stay_h200.json). Below it they win for even contexts, and tie or lose for
+# uneven ones.
 _STAYING = {1: ((1024, 64),), 2: ((512, 128), (256, 64))}
 _BLOCK_US, _CLUSTER_US, _XLA_US, _BYTES_PER_US = 3.0, 1.5, 5.0, 4.3e6
 _CLUSTERS = {1: 132, 2: 64, 4: 28, 8: 12}
 _BY_XLA = ((4, False), (8, False), (16, False), (32, False))
-_WIDEST = 256  # head whose sums a warpgroup holds
-_RING_BYTES = 128 * 1024  # of shared memory; the rest is the rows' and the parts'
-_SHARED_BYTES = 224 * 1024  # of a block of threads, less 3 KiB for barriers and sums over warps
+_WIDEST = 256  # largest head size whose sums fit in the registers of a warpgroup
+_RING_BYTES = 128 * 1024  # of shared memory; rows and parts use the rest
+_SHARED_BYTES = 224 * 1024  # of a thread block, less 3 KiB for barriers and sums over warps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """What one thread block computes, and how many share a row.
+    """The work of one thread block, and the number of blocks that share a row.
 
     Attributes:
         consumers: Warpgroups that compute, of 64 rows each.
-        keys: Keys they look at in one go.
+        keys: Keys of a tile.
         stages: Tiles of keys in flight.
         splits: Blocks that share the keys of a row.
-        is_cluster: They form a cluster and merge their parts; else XLA merges.
-        ping_pong: Two consumers take turns at the tensor cores.
-        shares_keys: Its two warpgroups have the same rows and take tiles of keys in turns.
-        shares_rows: Its two warpgroups have the same rows and tiles of keys, and each half of the
-            head: of 512 columns the registers of one warpgroup do not hold the sums. They exchange
-            the sums of scores; keys and values leave the ring apart.
-        unsplit_keys: Contexts of no more keys are not split: the blocks of a cluster take rows or
-            heads of their own. At one compiled size a request's bits must not depend on its
-            neighbours, so this is a number of keys and not a share of all.
-        resident: So many blocks, at most, stay and take tiles of rows in turns: the next one's rows
-            and keys come while one ends; rows take twice the shared memory. Fewer stay where fewer
-            need no more turns: 128 of 132 for 512 tiles. More than the GPU has multiprocessors wait
-            for their own turn. 0: a block for each tile, which the GPU starts where another ends.
+        is_cluster: These blocks form a cluster and merge their parts; otherwise XLA merges.
+        ping_pong: Two consumers alternate at the tensor cores.
+        shares_keys: The two warpgroups have the same rows and alternate tiles of keys.
+        shares_rows: The two warpgroups have the same rows and keys, and half of the head each: the
+            sums of 512 columns do not fit in the registers of one warpgroup. They exchange the sums
+            of scores; the ring frees keys and values separately.
+        unsplit_keys: Contexts up to this number of keys are not split: each block of a cluster
+            takes other rows or heads. It is a number and not a share of the keys of all requests,
+            because a request's bits must not depend on its neighbours.
+        resident: Most blocks that stay resident and compute several tiles of rows: the rows and
+            keys of the next tile load while one ends, and rows take twice the shared memory. Fewer
+            blocks are used if they need no more turns: 128 of 132 for 512 tiles. Blocks beyond the
+            number of multiprocessors wait. 0: one block for each tile.
     """
 
     consumers: int = 1
@@ -75,7 +77,7 @@ class Tiling:
 
     @property
     def row_groups(self) -> int:
-        """Sets of 64 rows of a block of threads."""
+        """Sets of 64 rows of a thread block."""
         return 1 if self.shares_keys or self.shares_rows else self.consumers
 
     @property
@@ -85,9 +87,9 @@ class Tiling:
 
 
 def choose_alike(q: Array, k_pages: Array, page_table: Array) -> Tiling:
-    """One tiling for any number of sequences, and for pieces of a prompt of 128 rows or more.
+    """One tiling for any number of sequences, and for prompt chunks of 128 rows or more.
 
-    With so many rows no context is too short to be split: in each piece a row has another one.
+    With 128 rows or more every context is split: a row's context length differs by chunk.
     """
     B, T = ALIKE
     shape = B, min(T, q.shape[1]), *q.shape[2:]
@@ -96,10 +98,10 @@ def choose_alike(q: Array, k_pages: Array, page_table: Array) -> Tiling:
 
 
 def choose_tiling(q: Array | jax.ShapeDtypeStruct, k_pages: Array, page_table: Array) -> Tiling:
-    """The tile that a model of the run time, fitted to an H200, rates fastest for these shapes.
+    """The fastest tiling for these shapes by a cost model fitted to an H200.
 
-    Of contexts it knows the most that the page table holds. With several sequences it takes the
-    mean of two cases: all as long as that, and a quarter of it on average.
+    The model knows only the capacity of the page table. With several sequences it takes the mean
+    of two cases: all contexts are full, and contexts are a quarter full on average.
     """
     B, T, N, H = q.shape
     G, Z = k_pages.shape[1:3]
@@ -122,26 +124,26 @@ def choose_tiling(q: Array | jax.ShapeDtypeStruct, k_pages: Array, page_table: A
         even = -(-programs // at_once) * longest
         if B == 1:
             return even + merge
-        if tiling.unsplit_keys:  # of blocks as many as without a cluster, and their keys
+        if tiling.unsplit_keys:  # as without a cluster
             splits, at_once = 1, at_once * splits
         mean = tiles / splits / 4 * tile_us + _BLOCK_US
         return (even + max(longest, programs / at_once * mean)) / 2 + merge
 
     def unsplit_keys(tiling):
-        """A quarter more than each would have if all were shared evenly, by the second case."""
+        """A quarter more than an even share of the keys in the case of quarter-full contexts."""
         items = G * -(-warpgroups // tiling.row_groups)
         if B == 1 or not tiling.is_cluster or tiling.splits == 1 or items % tiling.splits:
             return 0
         if B * items < MULTIPROCESSORS - 4:  # fewer blocks than multiprocessors
             return 0
         most = page_table.shape[1] * Z
-        # The longest are split in any case, as one may be alone with many short ones.
+        # Always split the longest contexts: one of them may come with many short ones.
         return min(B * items * most * 5 // (16 * MULTIPROCESSORS), most * 3 // 4)
 
     found = []
     for consumers in range(1, min(warpgroups, 2) + 1):
         for splits, is_cluster in (*((1 << i, True) for i in range(4)), *_BY_XLA):
-            # Wide tiles pay only if there are many and two of them are in flight.
+            # Wide tiles pay only for many tiles with two of them in flight.
             keys = 128 if tiles >= _WIDE * splits and H <= 128 else 64
             tiling = Tiling(
                 consumers=consumers,
@@ -152,7 +154,7 @@ def choose_tiling(q: Array | jax.ShapeDtypeStruct, k_pages: Array, page_table: A
                 ping_pong=keys == 128 and consumers == 2,
             )
             if is_cluster and splits > 1 and not holds_parts(q, tiling, is_8_bit):
-                # Three tiles in flight leave room for the parts; not measured against four.
+                # Three tiles in flight leave room for the parts; four were not compared.
                 fewer = dataclasses.replace(tiling, stages=3)
                 if tiling.stages > 3 and holds_parts(q, fewer, is_8_bit):
                     tiling = fewer
@@ -174,7 +176,7 @@ def choose_tiling(q: Array | jax.ShapeDtypeStruct, k_pages: Array, page_table: A
 
 
 def buffers(keys: int, head_size: int, is_8_bit: bool = False) -> int:
-    """The tiles of keys and values that shared memory holds beside the rows."""
+    """The number of key and value tiles that fit in shared memory with the rows."""
     return min(_RING_BYTES // (keys * head_size * (2 if is_8_bit else 4)), 6)
 
 
@@ -193,10 +195,10 @@ def holds_parts(q: Array | jax.ShapeDtypeStruct, tiling: Tiling, is_8_bit: bool 
 def check_tiling(
     tiling: Tiling, head_size: int, page_size: int, items: int, is_8_bit: bool
 ) -> None:
-    """Refuse a tiling that the kernel cannot run; `items`: tiles of rows of all KV heads.
+    """Refuse a tiling that the kernel cannot run; `items`: row tiles of all KV heads.
 
     Raises:
-        ValueError: Which setting is wrong, and what to use.
+        ValueError: A setting is wrong; the message names a valid one.
     """
     keys, splits = tiling.keys, tiling.splits
     if is_8_bit and (keys < LEAST_8_BIT or tiling.shares_rows):
@@ -207,7 +209,7 @@ def check_tiling(
         )
     if tiling.resident:
         _resident(tiling)
-    if tiling.ping_pong and tiling.stages < 2:  # one waits for the keys that the other has left
+    if tiling.ping_pong and tiling.stages < 2:  # each warpgroup holds a tile
         raise ValueError(f"stages={tiling.stages}: ping_pong wants 2 tiles in flight; use stages=2")
     if tiling.shares_keys:
         _shares_keys(tiling, head_size)
@@ -226,7 +228,7 @@ def check_tiling(
 
 
 def _resident(tiling):
-    """Refuse what resident thread blocks do not support."""
+    """Refuse settings that resident thread blocks do not support."""
     rule = f"resident={tiling.resident} wants"
     if tiling.resident < 0:
         raise ValueError(f"{rule} to be a number of blocks; use resident=0 for a block a tile")
@@ -239,7 +241,7 @@ def _resident(tiling):
 
 
 def _shares_keys(tiling, head_size):
-    """Refuse what two warpgroups that share their rows do not support."""
+    """Refuse settings that two warpgroups with the same rows do not support."""
     consumers, splits, stages = tiling.consumers, tiling.splits, tiling.stages
     rule = "shares_keys wants"
     if consumers != 2:
@@ -250,7 +252,7 @@ def _shares_keys(tiling, head_size):
         )
     if tiling.ping_pong:
         raise ValueError(f"ping_pong=True: {rule} no other turns; use ping_pong=False")
-    if stages % 2:  # else both warpgroups use a buffer of the ring, and a wait misses a phase
+    if stages % 2:  # otherwise both warpgroups use one buffer, and a wait misses a phase
         raise ValueError(f"{stages=}: {rule} an even number of stages; use stages={stages + 1}")
     if head_size * 4 < tiling.parts * SWIZZLE:
         raise ValueError(
@@ -260,7 +262,7 @@ def _shares_keys(tiling, head_size):
 
 
 def _shares_rows(tiling):
-    """Refuse what two warpgroups with halves of the columns do not support."""
+    """Refuse settings that two warpgroups with half the columns each do not support."""
     # A second tile of keys would not wait until the sums of the first are exchanged.
     others = tiling.ping_pong, tiling.shares_keys, tiling.resident, tiling.stages > 1
     if tiling.consumers != 2 or any(others) or (tiling.splits > 1 and tiling.is_cluster):
@@ -271,7 +273,7 @@ def _shares_rows(tiling):
 
 
 def _unsplit_keys(tiling, items):
-    """Refuse shapes in which blocks of a cluster would have no rows or heads."""
+    """Refuse shapes that would leave blocks of a cluster without rows or heads."""
     rule = f"unsplit_keys={tiling.unsplit_keys} wants"
     if not tiling.is_cluster or tiling.shares_keys:
         raise ValueError(f"{rule} a cluster, of which no block shares keys; use unsplit_keys=0")

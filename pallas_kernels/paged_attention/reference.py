@@ -1,4 +1,4 @@
-"""The reference: gathered pages, the mask by definition, softmax in float32. Any device."""
+"""The reference for any device: gathered pages, the full mask, softmax in float32."""
 
 import functools
 
@@ -10,7 +10,7 @@ from ..kv_write import fp8
 from .mask import WindowMask, sees, within_reach
 
 
-@functools.partial(jax.jit, static_argnames="scale")  # traced once for layers that are alike
+@functools.partial(jax.jit, static_argnames="scale")  # traced once for equal layers
 def attention(
     q: Array,
     k: Array,
@@ -31,7 +31,7 @@ def attention(
     keys = jnp.concatenate([cached, k.swapaxes(1, 2)], axis=2)
     cached = _by_head(v_pages, page_table, fp8.is_token_last(v_pages))
     values = jnp.concatenate([cached, v.swapaxes(1, 2)], axis=2)
-    if kv_scales is not None:  # from 8 bits, which is exact
+    if kv_scales is not None:  # widening 8 bits is exact
         keys, values = keys.astype(q.dtype), values.astype(q.dtype)
     visible = sees(mask, page_table, Z)[:, None, None]
     # The query heads of a KV head are rows of one product.
@@ -51,7 +51,7 @@ def attention(
 
 
 def _by_head(pages: Array, page_table: Array, is_token_last: bool = False) -> Array:
-    """Cached rows of each sequence, [B G CZ H]: contiguous per head, as the products want them."""
+    """Cached rows of each sequence, [B G CZ H]: contiguous per head, as the products need them."""
     found = pages.at[jnp.maximum(page_table, 0)].get(mode="clip")
     found = found.mT if is_token_last else found
     B, C, G, Z, H = found.shape

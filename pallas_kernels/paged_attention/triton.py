@@ -1,12 +1,12 @@
 """A Pallas Triton kernel for NVIDIA GPUs: flash attention over pages, then fresh keys.
 
-A program is one tile of rows of one KV head: the query heads that share it are rows beside each
-other, so a key is read once for all of them. It walks over tiles of cached keys, those that every
-row sees without a mask, then over the window's own. Long contexts are split among programs, whose
-parts are merged afterwards; a program without live rows reads nothing.
+A program is one tile of rows of one KV head: the query heads that share it are adjacent rows, so
+a key is read once for all of them. It walks over tiles of cached keys, without a mask for those
+that every row sees, then over the window's fresh keys. Long contexts are split among programs,
+whose parts are merged afterwards; a program without live rows reads nothing.
 
 Source: FlashAttention-2 (arXiv 2307.08691), Flash-Decoding for the split of keys. JAX has
-deprecated the Triton kind: no public type names it, and removing it is removing this file.
+deprecated Pallas Triton. No public type names it, so deleting this file removes it.
 """
 
 import dataclasses
@@ -21,25 +21,25 @@ from jaxtyping import Array, Float
 from ..kv_write import fp8
 from .mask import WindowMask, facts
 
-_LEAST_SIDE = 16  # of a Triton product, in every dimension
+_LEAST_SIDE = 16  # least size of each dimension of a Triton product
 _ROWS, _KEYS = 64, 64  # of a tile
-_PROGRAMS, _SPLITS = 264, 16  # two on each of an H200's multiprocessors; parts to merge
-_SHARE = 32  # tiles of keys that a program is given where sequences differ in length
-# There, with few rows and contexts of so many tiles or more, most programs end early: as many as
-# have 7 tiles or more each, eight on a multiprocessor and 12 for a row.
+_PROGRAMS, _SPLITS = 264, 16  # two programs a multiprocessor of an H200; most parts to merge
+_SHARE = 32  # key tiles of a program if sequences differ in length
+# In that case, with few rows and `_SHARE` key tiles or more, most programs end early. So use more:
+# at least 7 tiles each, at most eight programs a multiprocessor and 12 a row.
 _FEW_ROWS, _SHORT_SHARE, _MANY_PROGRAMS, _MANY_SPLITS = 28, 7, 1056, 12
-_WARPS, _STAGES = 4, 3  # of a program; all that the results hold was timed with these
+_WARPS, _STAGES = 4, 3  # of a program; every stored result was timed with these
 _NEVER = -1e30  # below every score; finite, so that differences are finite
 _LOG2_E = 1.4426950408889634
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """What one program computes, and how many share a row.
+    """The work of one program, and the number of programs that share a row.
 
     Attributes:
-        rows: Query rows of a program, heads of a group side by side.
-        keys: Keys it looks at in one go; cut down to a page.
+        rows: Query rows of a program; the heads of a group are adjacent.
+        keys: Keys of one iteration, at most a page.
         splits: Programs that share the context of a row.
     """
 
@@ -71,7 +71,7 @@ def unsupported_arguments(q: Array, k_pages: Array, mask: WindowMask) -> str | N
         return f"needs a head size that is a power of two from {_LEAST_SIDE} to 256, got {H}"
     if Z & (Z - 1) or Z < _LEAST_SIDE:
         return f"needs a page size that is a power of two from {_LEAST_SIDE} up, got {Z}"
-    # Pallas gives Triton signed offsets of 32 bits, counted in elements, up to 2**32 bytes.
+    # For arrays up to 2**32 bytes Pallas uses signed 32-bit offsets, counted in elements.
     if k_pages.size > 2**31 and k_pages.size * k_pages.dtype.itemsize <= 2**32:
         return f"cannot address an array of 8 bits and 2 to 4 GiB, got {k_pages.size} elements"
     return None
@@ -122,7 +122,7 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
     programs = B * G * -(-rows // tile)
     most = page_table.shape[1] * Z // keys + -(-T // keys)  # tiles of keys
     splits = _PROGRAMS // programs
-    if B > 1:  # contexts differ in length: split the longest, so that it is not the last to end
+    if B > 1:  # contexts may differ in length: split the longest, so that it does not end last
         splits = max(splits, most // _SHARE)
     if B > 1 and rows <= _FEW_ROWS and most >= _SHARE:
         many = min(_MANY_PROGRAMS // programs, most // _SHORT_SHARE, _MANY_SPLITS)
@@ -135,7 +135,7 @@ def choose_tiling(q: Array, k_pages: Array, page_table: Array) -> Tiling:
     jax.jit, static_argnames=("block_size", "window", "scale", "tiling", "interpret")
 )
 def _run(fresh, pools, page_table, facts, more, *, block_size, window, scale, tiling, interpret):
-    """One launch, and a merge where the context is split. Layers lower once."""
+    """One launch, and a merge if the context is split."""
     q, _, _ = fresh
     B, T, N, H = q.shape
     G, Z = pools[0].shape[1:3]
@@ -222,7 +222,7 @@ def _attend(*refs, num_operands, extras, block_size, window, scale, rows, keys, 
     def cached(i, carry, masked):
         j = i * keys
         number = pltriton.load(table.at[b, jax.lax.div(j, jnp.int32(Z))])
-        # Of tokens side by side Triton loads one at a time unless it knows how they are aligned.
+        # Triton loads adjacent tokens one at a time unless it knows their alignment.
         first_token = pl.multiple_of(jax.lax.rem(j, jnp.int32(Z)), keys)
         page, tokens = jnp.maximum(number, 0), pl.ds(first_token, keys)
         key = pltriton.load(k_pages.at[page, g, tokens, :])
@@ -266,8 +266,8 @@ def _attend(*refs, num_operands, extras, block_size, window, scale, rows, keys, 
             seen &= theirs_in[None, :] <= mine_in[:, None]
         return look(carry, key, value, seen)
 
-    # The keys of a tile of rows: tiles of the context, then those of the window, up to the last
-    # one that a row may see. Each program takes its share of the list.
+    # The key tiles of a tile of rows are those of the context, then those of the window, up to the
+    # last that a row may see. Each program takes its share of this list.
     zero = split * 0  # Triton requires loop bounds of one type, so all are traced
     is_used = last_live >= 0
     cached_tiles = jnp.where(is_used, _ceil_div(context_len, keys), zero)
@@ -291,7 +291,7 @@ def _attend(*refs, num_operands, extras, block_size, window, scale, rows, keys, 
     cached_low = jnp.minimum(low, cached_high)
     if window is None:
         middle = jnp.clip(jax.lax.div(unmasked, jnp.int32(keys)), cached_low, cached_high)
-    else:  # which of them a row sees differs from row to row
+    else:  # rows see different keys
         cached_low, cached_high = cached_low + skipped, cached_high + skipped
         middle = cached_low
     carry = (
@@ -330,14 +330,15 @@ def _all(value: Array, *shape: int) -> Array:
 
 
 def _across(rows: Array, width: int) -> Array:
-    """One value a row, over its columns."""
+    """Broadcast one value a row to its columns."""
     return jnp.broadcast_to(rows[:, None], (len(rows), width))
 
 
 def _cells(width: int, b: Array, token: Array, head: Array) -> tuple[Array, ...]:
     """Indices of rows of a `[B T N H]` array.
 
-    All of the tile's shape: the one form of a gather that Triton and the interpreter both take.
+    Each has the full shape of the tile: the one form of a gather that both Triton and the
+    interpreter support.
     """
     shape = (len(token), width)
     column = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None, :], shape)
