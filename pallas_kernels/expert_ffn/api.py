@@ -26,15 +26,15 @@ from .transforms import transformable
 Implementation = Literal["dense", "grouped", "mosaic"]
 
 # On a CPU the reference is faster for little work, where the bookkeeping of tiles costs more than
-# it saves, and for few rows and few experts, where tiles are mostly padding and most experts are
-# read anyway. Over 110 shapes this rule costs 5 % more than the better form, 1.6 times at worst;
-# always grouped 28 % and 3.4 times, always dense 23 % and 4.4
+# it saves, and for few rows and experts, where tiles are mostly padding and most experts are read
+# anyway. Cost over the better form, mean of 110 shapes and worst: this rule 5 % and 1.6 times,
+# always grouped 28 % and 3.4 times, always dense 23 % and 4.4 times
 # (benchmarks/results/expert_ffn_cpu.json).
 DENSE_WORK = 1_000_000  # T x E x D x F
 DENSE_ROWS = 16
 DENSE_SHARE = 4  # experts in all, per expert of a row
-# Most rows that take a dense half in the experts' launches: with more, products are bound by the
-# tensor cores, and XLA's are the faster ones.
+# Most rows for which the launches of experts include a dense half. With more, the tensor cores
+# bound the products, and XLA's are faster.
 DENSE_HALF_ROWS = 1024
 
 
@@ -51,18 +51,17 @@ def expert_ffn(
 ) -> Float[Array, "T D"] | RoutedRows:
     """`sum over k of weight * (silu(x Wg) * (x Wu)) Wd`, each expert with its own Wg, Wu and Wd.
 
-    Products are taken in the dtype of `x` and accumulated in float32, as is the sum over k. No row
-    is dropped, and a row's result does not depend on the other rows. Experts of 8 bits are
-    multiplied with rows of 8 bits: those of `x` and those between the products are each rounded
-    with a scale of their own.
+    Products have operands in the dtype of `x` and float32 sums, as has the sum over k. No row is
+    dropped, and a row's result does not depend on the other rows. 8-bit experts are multiplied with
+    8-bit rows: the rows of `x` and those between the products are rounded with one scale each.
 
     Args:
         expert_ids: Experts of each row. An id outside [0, E) adds nothing, and only "dense" reads
             weights for it. Rows that are not live have only such ids.
-        expert_weights: The factor of each result, float32, as the router normalised it.
+        expert_weights: Factor of each result, float32, normalised by the router.
         w_gate_up: Index 0 of the axis of 2 is the gate.
-        activation: Of the gate; "gelu" is its tanh approximation.
-        is_summed: False leaves the sum over k to the norm that follows, if the back end can.
+        activation: Activation of the gate; "gelu" is the tanh approximation.
+        is_summed: False leaves the sum over k to the following norm, if the back end supports it.
         implementation: "dense" (every expert over every row: the reference; any device), "grouped"
             (a loop over the experts that have rows; any device), "mosaic" (Hopper, rows of 16 bits,
             jax 0.11; it rounds each expert's result to the dtype of `x` before the sum), or None
@@ -83,7 +82,7 @@ def expert_ffn(
 
 
 def takes_dense(x: Array, expert_ids: Array, w_down: Array | Fp8Experts, dense: Dense) -> bool:
-    """Whether `routed_and_dense` is faster than the dense half by itself."""
+    """Whether `routed_and_dense` is faster than separate launches for the dense half."""
     chosen = choose(x, expert_ids, w_down) == "mosaic" and len(x) <= DENSE_HALF_ROWS
     return chosen and mosaic.unsupported_beside(w_down, dense) is None
 
@@ -98,11 +97,11 @@ def routed_and_dense(
     *,
     activation: Activation = "silu",
 ) -> tuple[RoutedRows, RoutedRows]:
-    """`expert_ffn`, and a dense half in its launches, both left to the norms that follow.
+    """`expert_ffn` and a dense half in the same launches; the following norms add both up.
 
     Args:
-        dense: Rows of 8 bits that the dense half takes, its gate and up in turns, and its down.
-            None in place of rows: it takes those of the experts.
+        dense: 8-bit rows of the dense half, its interleaved gate and up, and its down. None in
+            place of rows: it takes those of the experts.
     """
     given = x, expert_ids, expert_weights, w_gate_up, w_down, dense
     routed, plain = _routed_rows(*given, activation=activation)

@@ -1,7 +1,7 @@
-"""Routed experts in 8 bits (e4m3), and a product of theirs in plain XLA.
+"""Routed experts in 8 bits (e4m3), and their product in plain XLA.
 
-Each output of each expert has a scale, and each row that goes through an expert: as in `layer.fp8`,
-what a row becomes depends on that row alone.
+Each output of each expert has a scale, and so has each row of an expert. As in `layer.fp8`, the
+8-bit values of a row depend on that row alone.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class Fp8Experts:
     """Matrices [E K *N] of E experts as `values * scales`, the contracted axis last.
 
     Attributes:
-        depth: K. The stored axis may be longer: zeros fill its last line.
+        depth: K. The stored axis may be longer, with zeros in its last line.
     """
 
     values: Float[Array, "E *N L"]  # e4m3
@@ -31,7 +31,7 @@ class Fp8Experts:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrices they stand for: [E K *N]."""
+        """Shape of the represented matrices, [E K *N]."""
         experts, *outputs, _ = self.values.shape
         return (experts, self.depth, *outputs)
 
@@ -54,7 +54,7 @@ class Fp8Experts:
 def quantize_experts(w: Float[Array, "E K *N"]) -> Fp8Experts:
     """Matrices of experts in 8 bits; the largest number of an output becomes 448.
 
-    One expert after another: all of them in float32 would take four times the result.
+    Converts one expert at a time: all of them in float32 would take four times the result.
     """
     depth = w.shape[1]
 
@@ -69,7 +69,7 @@ def quantize_experts(w: Float[Array, "E K *N"]) -> Fp8Experts:
 def products(
     rows: Float[Array, "*E M K"], values: Float[Array, "*E N L"], scales: Float[Array, "*E N"]
 ) -> Float[Array, "*E M N"]:
-    """Rows, rounded to 8 bits, by the matrices of their experts; float32."""
+    """Rows, rounded to 8 bits, times the matrices of their experts, in float32."""
     rounded, row_scales = quantize(rows, is_rows=True)
     rounded = filled(rounded, values.shape[-1])
     batch = tuple(range(rows.ndim - 2))

@@ -1,8 +1,8 @@
 """Rows sorted by expert, one expert's weights read at a time: plain XLA, any device.
 
-A loop over the used tiles of `tiles.py`: an expert without rows costs nothing, and memory is one
-expert's weights and the results of the pairs. (`lax.ragged_dot` computes every expert for every row
-where it has no kernel.)
+The loop runs over the used tiles of `tiles.py`: an expert without rows costs nothing, and memory
+holds the weights of one expert and the results of the pairs. (Where `lax.ragged_dot` has no kernel,
+it computes every expert for every row.)
 """
 
 import jax
@@ -13,9 +13,9 @@ from ..activation import ACTIVATIONS, Activation
 from .fp8 import Fp8Experts, products
 from .tiles import TileTable, combine, tile_table
 
-# Reading an expert hides the work of about 16 rows on a CPU: [R 2048] by [2048 1024] in float32 on
-# two cores takes 1.0 ms at R=1, 0.9 at 8, 1.3 at 16, 2.7 at 32, 5.8 at 64. Always 16: XLA adds up
-# products of fewer than 4 rows in another order, so a row's bits would depend on how many come.
+# On a CPU, reading an expert hides the work of about 16 rows: [R 2048] by [2048 1024] in float32 on
+# two cores takes 1.0 ms at R=1, 0.9 at 8, 1.3 at 16, 2.7 at 32, 5.8 at 64. The size is fixed: XLA
+# sums products of fewer than 4 rows in another order, so a row's bits would depend on their number.
 TILE_ROWS = 16
 
 
@@ -62,14 +62,14 @@ def _run_tiles(
 
     num_used = (table.length > 0).sum(dtype=jnp.int32)
     blank = jnp.zeros((len(pairs), x.shape[1]), jnp.float32)
-    # Results differ between devices, so the first must.
+    # Results differ between devices, so the initial value must have a varying type as well.
     if axes := jax.typeof(jax.tree.leaves(w_down)[0]).manual_axis_type.varying:
         blank = jax.lax.pcast(blank, tuple(axes), to="varying")
     return jax.lax.fori_loop(0, num_used, run_tile, blank)
 
 
 def _of_expert(weights: Float[Array, "E ..."], expert: Array) -> Array:
-    """What one expert has of an array of all of them.
+    """The slice of one expert from an array of all experts.
 
     The barrier keeps jax 0.10 from converting all experts' bfloat16 ahead of the loop on a CPU.
     """
@@ -80,7 +80,7 @@ def _of_expert(weights: Float[Array, "E ..."], expert: Array) -> Array:
 def _product(
     rows: Float[Array, "R D"], weights: Float[Array, "E D ..."] | Fp8Experts, expert: Array
 ) -> Float[Array, "R F"]:
-    """Rows by the weights of one expert, accumulated in float32."""
+    """Rows times the weights of one expert, accumulated in float32."""
     if isinstance(weights, Fp8Experts):
         flat = weights.flat
         return products(rows, _of_expert(flat.values, expert), _of_expert(flat.scales, expert))

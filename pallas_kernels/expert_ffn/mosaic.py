@@ -1,28 +1,28 @@
 """Pallas Mosaic kernels for NVIDIA Hopper: four launches, an expert's weights read once a tile.
 
-1. `_place`: each pair (row, expert) gets a place in the order of experts, and the row is copied
-   there. XLA counts the pairs before, in launches of its own; of up to 32 rows each row counts
-   them all (`_place_few`), of up to 512 it adds up the counts of chunks (`_place_counted`).
-2. gate and up with the activation, and 3. down: `_multiply`, tiles of rows times columns of their
-   expert's weights.
-4. `_combine`: the weighted sum over a row's experts, in the order of its choices; left out where
-   the norm that follows adds up (`RoutedRows`).
+1. `_place`: each pair (row, expert) gets a place in the list sorted by expert, where its row is
+   copied. XLA counts the pairs in earlier launches. For up to 32 rows each program counts all pairs
+   instead (`_place_few`), for up to 512 it adds up the counts of chunks (`_place_counted`).
+2. Gate and up with the activation, and 3. down: `_multiply`, tiles of rows times columns of the
+   weights of their expert.
+4. `_combine`: the weighted sum over a row's experts, in the order of its choices; omitted if the
+   following norm adds the results up (`RoutedRows`).
 
-Experts of 8 bits are stored as [N K] and multiplied with rows of 8 bits. `_place` rounds the rows
-that enter, a fifth launch, `_round`, those between the products. The float32 sums are multiplied by
-the scales of row and column.
+8-bit experts are stored as [N K] and multiplied with 8-bit rows. `_place` rounds the input rows; a
+fifth launch, `_round`, rounds the rows between the products. The scales of row and column multiply
+the float32 sums.
 
-A dense half that all rows take may go with them (`Beside`): its columns are those of some more
-experts, for which its rows lie in front of all places, once for gate and up, and once for each
-region of its inner columns behind that. So its launches and their gaps are saved, and its bytes are
-loaded while other blocks load those of experts. Its gate and up lie in turns in shared memory too:
-their sums are parted by turns, where those of experts are two halves.
+A dense half that all rows take may share these launches: its columns count as further experts. Its
+rows lie before all other places, once for gate and up, and after that once for each region of its
+inner columns. This saves its launches and their gaps, and its weights load while other blocks load
+those of experts. Its gate and up are interleaved in shared memory too, so their sums are separated
+by column groups; the sums of experts are two halves.
 
-An expert's rows begin at a multiple of 8 places, as a swizzled tile does. The places in between are
-never written; their results are computed from garbage and never read. The grid has as many blocks
-of threads as run at once, each with every so many-th tile. In a block one warpgroup loads, by TMA
-through a ring of buffers and ahead of the current tile; the others compute 64 rows each, or so
-many in turns with the same weights. A row's sums are the same in tiles of any size.
+The rows of an expert begin at a multiple of 8 places, as a swizzled tile does. The places between
+experts are never written; their results are garbage and never read. The grid is persistent: the
+blocks that run at once take the tiles at a stride. In a block one warpgroup loads, by TMA through a
+ring of buffers, ahead of the current tile. The others compute 64 rows each, or a multiple of 64
+with the same weights. A row's sums do not depend on the size of its tile.
 """
 
 import dataclasses
@@ -51,37 +51,37 @@ from ..lowered import lowered_once
 from .fp8 import Fp8Experts
 from .tiles import NO_PLACE, max_tiles
 
-_ROWS = 64  # of a warpgroup's product
+_ROWS = 64  # rows of a warpgroup's product
 _ALIGNED = 8  # rows of a swizzled tile
-_COLUMNS = 64  # that an inner width is a multiple of
-_MOST_ROWS = 288  # of a tile: the ring has four buffers, and a thread the sums of three times 64
-_MOST_LOADED = 192  # rows, by one copy; TMA takes up to 256
-_SCALES = 32  # a copy of them begins at a whole line of 128 bytes
+_COLUMNS = 64  # an inner width is a multiple of this
+_MOST_ROWS = 288  # rows of a tile: leaves four ring buffers; a thread holds three sums of 64 rows
+_MOST_LOADED = 192  # rows of one copy; TMA takes up to 256
+_SCALES = 32  # scales of 128 bytes: a copy of them begins at a whole line
 _STAGED = 64  # columns of results that are stored at once
-_LINE_BYTES = 128  # of a step's depth, at most
+_LINE_BYTES = 128  # most bytes of the depth of a step
 _MOST_STAGES = 12
-_CHUNK = 32  # rows whose pairs are compared with each other; XLA counts those of earlier chunks
-_FEW_CHUNKS = 16  # whose counts each row adds up by itself
+_CHUNK = 32  # rows whose pairs are compared with each other; counts cover earlier chunks
+_FEW_CHUNKS = 16  # most chunks whose counts each row's program adds up
 _ROUNDED, _PIECE = 4, 256  # rows of a program that rounds, and columns that it loads at once
-_AT_ONCE = 16  # pairs that others are compared with between two branches
+_AT_ONCE = 16  # pairs compared in one iteration of a loop
 _BETWEEN = 24  # tiles of experts between those of a dense half
-_THREADS, _PAIR = 128, 2  # of a row's program, and numbers that become 8 bits at once, at least
-# By the number of warpgroups that compute. What the warpgroups begin with (65,536 over all threads,
-# and a multiple of 8) is all that there is, or the last one waits for ever.
+_THREADS, _PAIR = 128, 2  # threads of a row's program, and least numbers rounded to 8 bits at once
+# By the number of computing warpgroups. All warpgroups share the registers of the launch (65,536
+# over all threads, a multiple of 8 each); if they ask for more, the last one waits forever.
 _REGISTERS = {1: 208, 2: 232, 3: 152, 4: 104}
 _LOADING_REGISTERS = 40
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Beside:
-    """Where a dense half lies among the experts.
+    """The position of a dense half among the experts.
 
     Attributes:
-        experts: How many there are; numbers from that on are those of the dense half.
-        count: Tiles' worth of experts, and regions of inner columns: as many.
-        inner: Inner columns in all.
-        rows: That there are.
-        tile_rows: As of `_sorted_rows`.
+        experts: Number of experts; higher expert numbers belong to the dense half.
+        count: Number of experts that the dense half counts as, and of regions of inner columns.
+        inner: Inner columns of the dense half.
+        rows: Rows of the dense half.
+        tile_rows: As in `_sorted_rows`.
     """
 
     experts: int
@@ -92,38 +92,38 @@ class Beside:
 
     @property
     def apart(self) -> int:
-        """Places of a region."""
+        """Places of one region of inner columns."""
         return -(-self.rows // _ALIGNED) * _ALIGNED
 
     @property
     def tiles(self) -> int:
-        """Of one of its experts."""
+        """Tiles of one expert of the dense half."""
         return -(-self.rows // self.tile_rows)
 
     def slot(self, tile: Array) -> Array:
-        """Where the tiles of experts are in the table: those of the dense half come in between.
+        """Index in the table of a tile of an expert, with tiles of the dense half in between.
 
-        All at once would wait for the way from L2, where the others wait for memory.
+        Tiles of the dense half wait for L2, those of experts for memory, so they should overlap.
         """
         passed = [jnp.where(tile >= i * _BETWEEN, 1, 0) for i in range(self.count)]
         return tile + self.tiles * functools.reduce(jnp.add, passed)
 
     def first_slot(self, i: int, tiles: Array) -> Array:
-        """Of its i-th expert, where experts have so many tiles."""
+        """Index of the first tile of the dense half's i-th expert; experts have `tiles` tiles."""
         return jnp.minimum(i * _BETWEEN, tiles) + i * self.tiles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """What one thread block computes at a time.
+    """The tile of one thread block.
 
     Attributes:
         groups: Warpgroups that compute; at most 4.
-        rows: Of a tile, which the warpgroups take 64 by 64, in turns with the same weights; 0 for
-            one turn.
+        rows: Rows of a tile, which the warpgroups take 64 at a time with the same weights; 0 for
+            64 a warpgroup.
         gate_up: Columns of gate and up together.
         down: Columns of down.
-        blocks: Of threads, at most; each needs a multiprocessor for itself.
+        blocks: Most thread blocks; each needs a multiprocessor to itself.
     """
 
     groups: int = 1
@@ -134,11 +134,11 @@ class Tiling:
 
     @property
     def tile_rows(self) -> int:
-        """Rows of a tile, at most."""
+        """Most rows of a tile."""
         return self.rows or self.groups * _ROWS
 
 
-# Rows that are normed for it (None: those of the experts), gate and up in turns, and down.
+# A dense half: its normed rows (None: those of the experts), gate and up interleaved, and down.
 Dense = tuple[Fp8Rows | None, Array | Fp8Matrix, Array | Fp8Matrix]
 
 
@@ -167,31 +167,31 @@ def unsupported_arguments(x: Array, w_down: Array | Fp8Experts) -> str | None:
 
 
 def choose_tiling(num_pairs: int, w_down: Array | Fp8Experts) -> Tiling:
-    """A tile for so many pairs, if they are spread evenly over the experts.
+    """A tiling for `num_pairs` pairs that are spread evenly over the experts.
 
     Within 3 % of the best tried on an H200 (benchmarks/results/expert_ffn_mosaic_h200.json).
     """
     E, F, D = w_down.shape
     rows, wide = num_pairs / E, 128 if D % 256 else 256
     gated = 128 if F < 128 else 256
-    if rows <= 24:  # most experts have fewer than a warpgroup takes
-        # Narrow tiles spread few experts evenly over the blocks; rows are read twice for them.
+    if rows <= 24:  # most experts have fewer rows than a warpgroup takes
+        # Narrow tiles spread few experts evenly over the blocks, though they read rows twice.
         is_narrow = F % 128 or rows <= 2 or isinstance(w_down, Fp8Experts)
         return Tiling(groups=1, gate_up=128 if is_narrow else gated, down=wide)
     if rows <= 96:
         return Tiling(groups=2, gate_up=128, down=wide)
-    if rows <= 160:  # most have two warpgroups' rows and some more
+    if rows <= 160:  # most experts have some more than the rows of two warpgroups
         return Tiling(groups=3, gate_up=128, down=128)
     if isinstance(w_down, Fp8Experts):
         return Tiling(groups=2, gate_up=128, down=128)
-    # If rows are spread evenly, one expert of forty has more than two roots above the mean.
+    # With evenly spread rows, one expert in forty exceeds the mean by two square roots.
     most = rows + 2 * math.sqrt(rows)
     each = most / math.ceil(most / _MOST_ROWS)
     return Tiling(groups=2, rows=math.ceil(each / 32) * 32, gate_up=128, down=128)
 
 
 def unsupported_beside(w_down: Array | Fp8Experts, dense: Dense) -> str | None:
-    """Why a dense half cannot go with such experts, or None."""
+    """Why a dense half cannot share the launches of these experts, or None."""
     rows, w_gate_up, w_out = dense
     _, F, _ = w_down.shape
     inner, turn = w_out.shape[0], w_gate_up.shape[-1]
@@ -208,11 +208,11 @@ def unsupported_beside(w_down: Array | Fp8Experts, dense: Dense) -> str | None:
         assert isinstance(w_out, Fp8Matrix)
         if w_out.values.shape[-1] % _LINE_BYTES:
             return f"needs inner columns that fill whole lines, got {inner}"
-    if wide % least:  # results between the products are so wide
+    if wide % least:  # width of the rows between the products
         return f"needs experts whose inner columns fill {least}s, got {wide}"
     if inner % F or -(-inner // wide) != count:
         return f"needs as many regions of {wide} inner columns as of {F}, got {inner}"
-    if turn % 8 or _COLUMNS % turn:  # groups of columns of a product, and of a tile
+    if turn % 8 or _COLUMNS % turn:  # column groups of a product and of a tile
         return f"needs turns of 8s that divide {_COLUMNS}, got {turn}"
     return None
 
@@ -233,7 +233,7 @@ def routed_rows(
     """See `api.expert_ffn`; `interpret`, an `InterpretGPUParams`, runs it on a CPU, for tests.
 
     Returns:
-        What the experts gave, and what the dense half gave if there is one.
+        The results of the experts, and those of the dense half if given.
     """
     E, F, D = w_down.shape
     tiling = choose_tiling(expert_ids.size, w_down) if tiling is None else tiling
@@ -285,7 +285,7 @@ def expert_ffn(
     tiling: Tiling | None = None,
     interpret: Any = None,
 ) -> Array:
-    """`routed_rows`, added up and rounded."""
+    """The results of `routed_rows`, added up and rounded."""
     given = x, expert_ids, expert_weights, w_gate_up, w_down
     how = {"activation": activation, "tiling": tiling, "interpret": interpret}
     (routed,) = routed_rows.__wrapped__(*given, **how)
@@ -309,13 +309,13 @@ def _sorted_rows(
     held: Fp8Rows | None = None,
     beside: Beside | None = None,
 ) -> tuple[Float[Array, "P D"] | Fp8Rows, Int[Array, "T k"], Int[Array, "N 3"], Int[Array, " n"]]:
-    """Rows by place, the place of each pair, the tiles, and numbers whose last counts experts'.
+    """Rows by place, the place of each pair, the tiles, and numbers that end in the tile count.
 
-    A tile is its expert, the place of its first row and how many it has. Places between experts and
-    tiles past the last one hold anything.
+    A tile is its expert, the place of its first row and its number of rows. Places between experts
+    and tiles past the last one are arbitrary. The count covers the tiles of experts only.
 
     Args:
-        held: Rows of the dense half `beside`, whose tiles are more than are counted; None: `x`.
+        held: Rows of the dense half; None: `x`.
     """
     (T, k), K = expert_ids.shape, x.shape[1]
     chunks = -(-T // _CHUNK)
@@ -364,7 +364,7 @@ def _sorted_rows(
         num_tiles, place, tiles, rows, *scales = launch(body, [count, *out])(*given, ids)
         return Fp8Rows(rows, *scales) if scales else rows, place, tiles, num_tiles
 
-    # Comparisons and sums, a fusion each: a sort or a running sum takes several launches.
+    # Comparisons and sums fuse into one launch each; a sort or a running sum takes several.
     experts = jnp.arange(E, dtype=jnp.int32)
     counts = (ids[:, None, :] == experts[None, :, None]).sum(axis=2, dtype=jnp.int32)
     if chunks <= _FEW_CHUNKS and E % _THREADS == 0:
@@ -387,17 +387,17 @@ def _sorted_rows(
 
 
 def _rows_like(count: int, width: int, dtype: Any) -> list[jax.ShapeDtypeStruct]:
-    """The form of so many rows, and of their scales in 8 bits."""
+    """Shapes of `count` rows and, for 8 bits, of their scales."""
     rows = jax.ShapeDtypeStruct((count, width), dtype)
     return [rows, jax.ShapeDtypeStruct((count,), jnp.float32)] if dtype == FP8 else [rows]
 
 
 def _place_beside(x, *refs, body, beside, has_rows, targets):
-    """As `body` does, and the row of the dense half; `body` counts the tiles of experts.
+    """Run `body` and place a row of the dense half; `body` counts the tiles of experts.
 
     Args:
         has_rows: The dense half has other rows than the experts.
-        targets: References to write a row to: its numbers, and in 8 bits its scale.
+        targets: Number of references that a row is written to: values and, for 8 bits, scales.
     """
     row, size = jax.lax.axis_index("row"), jnp.asarray(beside.tile_rows, jnp.int32)
     held = ()
@@ -420,13 +420,13 @@ def _place_beside(x, *refs, body, beside, has_rows, targets):
 
 
 def _place(x, ids, before, first, first_tile, place, tiles, rows, *scales, k, tile_rows, beside):
-    """One row: the places of its pairs, and the row at each of them; how many tiles there are."""
+    """One row: write it to the places of its pairs; return the number of tiles and the row."""
     row, number = jax.lax.axis_index("row"), functools.partial(jnp.asarray, dtype=jnp.int32)
     chunk = jax.lax.div(row, number(_CHUNK))
     start = (row - chunk * _CHUNK) * k  # of its pairs in the chunk
     theirs, index = _pairs_of(ids, chunk)
     values = _as(rows.dtype, load(x.at[row], _strided(x.shape[1], 8)))
-    # What is read comes before what is written, so that nothing waits for memory in turn.
+    # All reads come before the writes, so that their latencies overlap.
     mine, routed = _experts_of(ids, chunk, start, k, before.shape[1])
     begin = [first[one] * _ALIGNED for one in mine]
     tile = [first_tile[one] for one in mine]
@@ -439,7 +439,7 @@ def _place(x, ids, before, first, first_tile, place, tiles, rows, *scales, k, ti
 
 
 def _place_counted(x, ids, counts, num_tiles, place, tiles, rows, *scales, k, tile_rows, beside):
-    """As `_place`, given how many pairs of each chunk an expert has: a row adds them up itself."""
+    """As `_place`, given the pairs of each expert by chunk; a row's program adds them up."""
     row, number = jax.lax.axis_index("row"), functools.partial(jnp.asarray, dtype=jnp.int32)
     chunks, E = counts.shape
     chunk = jax.lax.div(row, number(_CHUNK))
@@ -474,9 +474,9 @@ def _place_counted(x, ids, counts, num_tiles, place, tiles, rows, *scales, k, ti
 
 
 def _place_few(x, ids, num_tiles, place, tiles, rows, *scales, E, k, tile_rows, beside):
-    """As `_place`, where all pairs are one chunk: each row counts them for itself.
+    """As `_place` for a single chunk: each row's program counts all pairs.
 
-    An expert has as many tiles as pairs whose rank among its own is a multiple of a tile's rows.
+    A tile begins at each pair whose rank among those of its expert is a multiple of `tile_rows`.
     """
     row, zero = jax.lax.axis_index("row"), jnp.asarray(0, jnp.int32)
     start = row * k
@@ -521,16 +521,16 @@ def _pairs_of(ids, chunk):
 
 
 def _experts_of(ids, chunk, start, k, E):
-    """Experts of a row, 0 for none, and which of them are any."""
+    """Experts of a row, 0 for an invalid one, and which of them are valid."""
     experts = [ids[chunk, start + j] for j in range(k)]
     routed = [(expert >= 0) & (expert < E) for expert in experts]
     return [jnp.where(is_one, one, 0) for one, is_one in zip(experts, routed, strict=True)], routed
 
 
 def _counts(masks):
-    """How many of each mask are true.
+    """The number of true values of each mask.
 
-    Several in one sum: a sum over threads takes as long as some 50 instructions.
+    One sum counts several masks: a sum over threads takes as long as some 50 instructions.
     """
     bits = masks[0].shape[0].bit_length()
     at_once, found = 31 // bits, []
@@ -543,7 +543,7 @@ def _counts(masks):
 
 
 def _write_row(row, where, values, place, tiles, targets, tile_rows, beside):
-    """The row at the places of its pairs, and the tiles that begin with one of them."""
+    """Write the row to the places of its pairs, and the tiles that begin with one of them."""
     for j, (expert, routed, begin, tile, length, rank) in enumerate(zip(*where, strict=True)):
         at = begin + rank
         if beside is not None:
@@ -566,7 +566,7 @@ def _write_row(row, where, values, place, tiles, targets, tile_rows, beside):
 
 
 def _as(dtype: Any, row: Array) -> list[Array]:
-    """A row in this type, and its scale if that has 8 bits."""
+    """A row in `dtype`, followed by its scale if `dtype` has 8 bits."""
     if dtype != FP8:
         return [row]
     row = row.astype(jnp.float32)
@@ -577,9 +577,10 @@ def _as(dtype: Any, row: Array) -> list[Array]:
 def _rounded(
     inner: Float[Array, "P Fp"], F: int, interpret: Any, beside: Beside | None = None
 ) -> Fp8Rows:
-    """All places' rows in 8 bits; columns from F on, of a dense half past its last, become 0.
+    """The rows of all places in 8 bits; columns past the last one become 0.
 
-    Those of no pair become anything: to skip them, a program would wait for a list first.
+    The last one is F, or the end of the dense half in its last region. Rows of unused places are
+    arbitrary: to skip them, a program would first have to wait for a list.
     """
     P, width = inner.shape
     values, scales = hopper.kernel(
@@ -588,7 +589,7 @@ def _rounded(
         grid=(P // _ROUNDED,),
         grid_names=("rows",),
         kernel_name="expert_ffn_round",
-        # Nothing reads what is written here, so threads need not wait for their warpgroup.
+        # The kernel never reads its own writes, so threads need not wait for their warpgroup.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(inner)
@@ -596,7 +597,7 @@ def _rounded(
 
 
 def _round(inner, values, scales, *, F, beside):
-    """The rows of four places, a row to each warp."""
+    """Round the rows of four places, one row a warp."""
     first = pl.multiple_of(jax.lax.axis_index("rows") * _ROUNDED, _ROUNDED)
     rows, width = pl.ds(first, _ROUNDED), inner.shape[1]
     columns, piece = F, math.gcd(width, _PIECE)
@@ -641,11 +642,10 @@ def _product(
     tiling: Tiling,
     interpret: Any,
 ) -> Array:
-    """Each tile's rows times its expert's weights, whose `parts` side by side meet in `finish`.
+    """The rows of each tile times the weights of its expert, whose `parts` meet in `finish`.
 
-    The dense half has the matrix `more`.
-
-    What comes out before it is rounded to 8 bits has whole pairs of columns for every thread.
+    The dense half has the matrix `more`. Rows that will be rounded to 8 bits are padded to whole
+    pairs of columns for every thread.
     """
     E, K = w.shape[:2]
     K = w.values.shape[-1] if isinstance(w, Fp8Experts) else K
@@ -674,12 +674,12 @@ def _product(
     stages = min((SHARED_BYTES - apart) // step, _MOST_STAGES)
     if scales:  # the ring comes round within a tile: see `ask_for_scales`
         stages = min(stages, K // depth)
-    # Both operands of a product are swizzled alike, what lies as [K N] by its columns.
+    # Both operands of a product have one swizzle; [K N] weights are swizzled along N.
     weight_copies = parts if scales else 1
     row_copies = -(-most_rows // _MOST_LOADED)
     line = depth if scales else math.gcd(depth, width)
     transforms = swizzled(line, kind)
-    # Zeros fill the last line of experts; what holds them is not loaded.
+    # Zeros fill the last line of experts; the last step does not load them.
     short = w.shape[1] % depth if scales else 0
     rings = {
         "rows": plgpu.SMEM((stages, most_rows, depth), kind, transforms=transforms),
@@ -687,7 +687,7 @@ def _product(
             (stages, *tile), kind, transforms=swizzled(line, kind, parts=len(tile) - 1)
         ),
     }
-    if short:  # in the same memory, of which it takes a part
+    if short:  # a view of the same memory for the shorter last step
         lasts = {
             f"last_{name}": plgpu.SMEM(
                 (stages, lines * depth // short, short), kind, transforms=swizzled(short, kind)
@@ -697,7 +697,7 @@ def _product(
         if interpret is None:
             pairs = zip(rings, rings.values(), lasts.values(), strict=True)
             rings = {name: plgpu.RefUnion(ring, last) for name, ring, last in pairs}
-        else:  # which takes neither of two for the other
+        else:  # the interpreter does not support RefUnion
             rings |= lasts
     scratch = {
         **rings,
@@ -705,7 +705,7 @@ def _product(
         "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=weight_copies + row_copies),
         "used": plgpu.Barrier(num_barriers=stages, num_arrivals=tiling.groups),
     }
-    if scales:  # of two tiles: the next one's come before they are needed
+    if scales:  # two buffers: the scales of the next tile are loaded early
         scratch["row_scales"] = plgpu.SMEM((2, held), jnp.float32)
         scratch["column_scales"] = plgpu.SMEM((2, parts, width), jnp.float32)
         scratch["scaled"] = plgpu.Barrier(num_barriers=2, num_arrivals=weight_copies + row_copies)
@@ -755,11 +755,11 @@ def _multiply(
     beside,
     finish,
 ):
-    """One thread block: a tile of rows and columns, then the one `blocks` further on.
+    """One thread block: a tile of rows and columns, then further tiles at a stride of `blocks`.
 
-    Parts of 8 bits lie side by side in shared memory: one product with both reads the rows once.
-    A dense half's lie in turns of `gate_turn` columns. Of experts' last line the first `short`
-    columns are loaded, or all if it is 0.
+    8-bit gate and up are adjacent in shared memory, so that one product with both reads the rows
+    once; those of a dense half are interleaved in groups of `gate_turn` columns. Of the experts'
+    last line the first `short` columns are loaded, or all if it is 0.
     """
     scratch = dict(zip(names, refs, strict=True))
     if short and "last_rows" not in scratch:
@@ -784,10 +784,10 @@ def _multiply(
     after = functools.partial(next_buffer, stages=stages)
 
     def place(i):
-        """Expert, place of the first row, rows, and first column of the i-th tile."""
+        """Expert, place of the first row, number of rows and first column of the i-th tile."""
         item = block + jnp.minimum(i, count - 1) * blocks
         tile = jax.lax.div(item, number(across))
-        # The last columns begin early instead of ending late.
+        # The last tile of columns is moved left so that it ends at N.
         column = jnp.minimum((item - tile * across) * width, N - width)
         return (*(tiles[tile, j] for j in range(3)), pl.multiple_of(column, aligned))
 
@@ -795,9 +795,9 @@ def _multiply(
         return pl.ds(pl.multiple_of(i * size, size), size)
 
     def of_parts(expert, column, copy):
-        """`copy(i, start, part)` for each part of a tile's columns.
+        """Call `copy(i, start, part)` for each part of a tile's columns.
 
-        It begins at `start` in the experts' matrices, or in those of the dense half's i-th expert.
+        `start` counts in the experts' matrices if i is None, else in the dense half's i-th expert.
         """
 
         def of_expert():
@@ -818,17 +818,17 @@ def _multiply(
         pl.when(i < 0)(of_expert)
         pl.when(i >= 0)(of_more)
 
-    # A dense half's experts read the same rows, and its gate and up write them a region at a time.
+    # The experts of a dense half read the same rows for gate and up, and write separate regions.
     shared = beside if parts == 2 else None
 
     def source(expert, first):
-        """Where a tile's rows begin."""
+        """Place of the first row of a tile's input."""
         if shared is None:
             return first
         return first - jnp.maximum(expert - shared.experts, 0) * shared.apart
 
     def target(expert, first, column):
-        """Where its results do."""
+        """Place of the first row, and first column, of a tile's results."""
         if shared is None:
             return first, column
         i, inner = expert - shared.experts, out.shape[1]
@@ -837,18 +837,18 @@ def _multiply(
         return down, jnp.where(i < 0, column, i * N + column - region * inner)
 
     def begin_of(turn):
-        """A warpgroup takes every so many-th 64 rows; the last ones begin early."""
+        """First row of this warpgroup in a turn; the last 64 rows of a tile begin early."""
         begin = jnp.minimum((turn * groups + warpgroup) * _ROWS, most_rows - _ROWS)
         return pl.multiple_of(begin, math.gcd(most_rows, _ROWS))
 
     def sizes(most):
-        """Rows of a load: a tile has few of them where experts are many."""
+        """Row counts that a load may have: with many experts a tile has few rows."""
         return [*(n for n in (8, 16, 32, *range(_ROWS, most, _ROWS)) if n < most), most]
 
     def ask_for_scales(half, expert, first, column):
-        """They take the place of the last tile's but one, with which all are done.
+        """Load scales over those of the tile before the last, which is finished.
 
-        For the ring came round since, so that every warpgroup was at the tile in between.
+        The ring has come round since, so every warpgroup has reached the tile in between.
         """
         arrived = scratch["scaled"].at[half]
         for begin in range(0, most_rows, _MOST_LOADED):
@@ -865,7 +865,7 @@ def _multiply(
 
     def load_tile(i, carry):
         slot, (expert, first, length, column) = carry
-        following = place(i + 1)  # read early: a load from memory takes as long as many steps
+        following = place(i + 1)  # read early, since a load from memory lasts many steps
         first = source(expert, first)
 
         def load_step(step, slot):
@@ -918,7 +918,7 @@ def _multiply(
                     i, more = expert - beside.experts, scratch["more"]
                     if parts == 1:  # a region of its inner columns
                         fetch(more, i * steps + step, columns)
-                    else:  # two halves of a tile's turns
+                    else:  # two column groups of a tile
                         at = jax.lax.div(i * N + column, number(width)) * 2
                         fetch(more, step, slice(None), pl.ds(at, 2))
 
@@ -929,7 +929,7 @@ def _multiply(
                     pl.when(expert >= beside.experts)(of_more)
             for begin in range(0, most_rows, _MOST_LOADED):
                 most = min(most_rows - begin, _MOST_LOADED)
-                left = jnp.clip(length - begin, 1, most)  # each copy is waited for
+                left = jnp.clip(length - begin, 1, most)  # the barrier counts every copy
                 for least, size in itertools.pairwise([0, *sizes(most)]):
 
                     @pl.when((left > least) & (left <= size))
@@ -948,7 +948,7 @@ def _multiply(
     def _():
         plgpu.set_max_registers(_LOADING_REGISTERS, action="decrease")
         slot, _ = jax.lax.fori_loop(0, count, load_tile, (zero, place(zero)))
-        # The buffers that are not waited for yet, from the oldest on.
+        # Drain the buffers that were not waited for yet, the oldest first.
         slot = jnp.where(count * steps < stages, 0, slot)
         jax.lax.fori_loop(0, jnp.minimum(count * steps, stages), drain, slot)
 
@@ -985,7 +985,7 @@ def _multiply(
             store(finish(*each).astype(out.dtype), turn)
 
     def of_turns(halves, is_dense):
-        """Gate and up, which are two halves, or in a dense half lie in turns."""
+        """Gate and up: two halves for experts, interleaved for a dense half."""
         begins = range(0, width, gate_turn)
         pieces = [half[:, at : at + gate_turn] for half in halves for at in begins]
         for part, half in enumerate(halves):
@@ -1004,13 +1004,13 @@ def _multiply(
         ]
 
     def store(values, turn, first, length, column):
-        """Whole groups of 8 rows, of which the last may hold rows that are never read."""
+        """Store whole groups of 8 rows; the last may contain rows that are never read."""
         begin = (turn * groups + warpgroup) * _ROWS
-        early = begin - begin_of(turn)  # rows that another warpgroup stores
+        early = begin - begin_of(turn)  # leading rows, which another warpgroup stores
         staged = scratch["out"].at[warpgroup]
         there = jnp.minimum(length - begin + (_ALIGNED - 1), _ROWS)
         for at in range(0, width, piece_width):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the result before
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous result has been copied
             staged[...] = values[:, at : at + piece_width]
             plgpu.commit_smem()
             columns = pl.ds(pl.multiple_of(column + at, aligned), piece_width)
@@ -1025,10 +1025,10 @@ def _multiply(
 
     def compute_tile(i, carry):
         slot, (expert, first, length, column) = carry
-        following = place(i + 1)  # read early, as by the warpgroup that loads
+        following = place(i + 1)  # read early, as in the loading warpgroup
         first, column = target(expert, first, column)
         is_dense = beside is not None and expert >= beside.experts
-        # A warpgroup takes every so many-th 64 rows.
+        # Number of 64-row turns of this warpgroup.
         busy = jax.lax.div(length + (_ROWS - 1), number(_ROWS)) - warpgroup + (groups - 1)
         busy = jax.lax.div(busy, number(groups))
 

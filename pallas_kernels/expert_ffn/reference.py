@@ -1,4 +1,4 @@
-"""The reference: every expert over every row, of which each row keeps its own. Differentiable."""
+"""The differentiable reference: every expert over every row; each row keeps its own experts."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def expert_ffn(
 def _products(
     rows: Float[Array, "E T D"], weights: Float[Array, "E D ..."] | Fp8Experts
 ) -> Float[Array, "E T F"]:
-    """An expert's rows by its weights, accumulated in float32."""
+    """The rows of each expert times its weights, accumulated in float32."""
     if isinstance(weights, Fp8Experts):
         flat = weights.flat
         return products(rows, flat.values, flat.scales)

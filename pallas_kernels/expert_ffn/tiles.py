@@ -1,7 +1,7 @@
-"""Which rows go through which expert in each tile of work: the pairs (row, expert), sorted and cut.
+"""Tiles of work of the experts: the pairs (row, expert), sorted by expert and cut.
 
-Shapes are static: there are as many tiles as the worst routing needs, and those past the last used
-one are empty. Arithmetic on ids; nothing here knows what is computed in a tile.
+Shapes are static: the number of tiles is that of the worst routing, and tiles past the last used
+one are empty. This is arithmetic on ids; nothing here knows what a tile computes.
 """
 
 from typing import NamedTuple
@@ -17,10 +17,10 @@ class TileTable(NamedTuple):
 
     Attributes:
         pair: Pair at each place; pairs of no expert come last.
-        place: Place of each pair; a number past all places for one of no expert.
+        place: Place of each pair; a number past all places for a pair of no expert.
         expert: Expert of each tile.
-        first: Place a tile begins at. Used tiles come first and follow each other without a gap.
-        length: Pairs in a tile, 0 in one that is not used.
+        first: First place of a tile. Used tiles come first and follow each other without a gap.
+        length: Pairs of a tile, 0 if it is unused.
     """
 
     pair: Int[Array, " P"]
@@ -31,13 +31,13 @@ class TileTable(NamedTuple):
 
 
 def max_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
-    """Tiles of the worst routing: every expert has some, all but one of them a single pair."""
+    """Tiles of the worst routing: every expert has a tile, all but one a single pair."""
     touched = min(num_pairs, num_experts)
     return touched + (num_pairs - touched) // tile_rows
 
 
 def tile_table(expert_ids: Int[Array, "T k"], num_experts: int, tile_rows: int) -> TileTable:
-    """Sort the pairs by expert, then by row, and cut each expert's into tiles of `tile_rows`."""
+    """Sort the pairs by expert, then by row, and cut those of each expert into tiles."""
     num_pairs = expert_ids.size
     flat = expert_ids.reshape(-1)
     routed = (flat >= 0) & (flat < num_experts)
@@ -66,5 +66,5 @@ def combine(results: Float[Array, "P_up D"], place: Int[Array, "T k"]) -> Float[
 
 
 def _num_below(values: Int[Array, " P"], bounds: Int[Array, " N"]) -> Int[Array, " N"]:
-    """How many values lie below each bound; one fusion instead of the loop of a binary search."""
+    """The number of values below each bound: one fusion instead of a binary search's loop."""
     return (values[None, :] < bounds[:, None]).sum(axis=1, dtype=jnp.int32)

@@ -15,12 +15,12 @@ ExpertFfn = Callable[..., Array]
 
 @functools.cache
 def transformable(function: ExpertFfn, activation: Activation = "silu") -> ExpertFfn:
-    """The function with one activation; its vmap is more rows, its gradient the reference's.
+    """The function with a fixed activation, a vmap over rows and the gradient of the reference.
 
     Rows do not depend on each other, so a batch of calls with the same experts is one call. The
-    gradient takes the reference's memory and time.
+    gradient takes the memory and time of the reference.
     """
-    # Without the usual activation named, so that its programs keep their names.
+    # The default activation stays out of the call, so that names of its programs do not change.
     named = {} if activation == "silu" else {"activation": activation}
     function = functools.partial(function, **named) if named else function
     by_rows = jax.custom_batching.custom_vmap(function)

@@ -1,4 +1,4 @@
-"""The best path of a grammar over the window as a few small launches."""
+"""The best path of a grammar over the window, in a few small launches."""
 
 from .api import PathKernels, choose
 

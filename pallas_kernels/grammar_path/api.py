@@ -1,7 +1,7 @@
 """Paths of grammars over windows: the interface and its back end.
 
-What is computed is defined by `strategies.core.constraint`, whose functions run on any device and
-are the reference; a grammar carries these kernels where they are faster (`Grammar.kernels`).
+`strategies.core.constraint` defines the results: its functions run on any device and are the
+reference. A grammar carries these kernels on devices where they are faster (`Grammar.kernels`).
 
 Letters: B slots, W cells, G states, D edges of a state, C classes, L labels, N narrow ids, M wide
 classes. A grammar is a `constraint.Grammar`, whose tables hold their used rows first.
@@ -16,12 +16,12 @@ from . import triton
 
 
 class PathKernels(NamedTuple):
-    """What replaces the functions of `constraint`.
+    """Replacements for functions of `constraint`.
 
     Attributes:
-        label_scores: Scores of the labels [B W L], of what cells say of ids.
-        best_path: States before each cell and behind the last [B W + 1], and their scores [B].
-        tokens_along: The likeliest id of each cell's edge, and its log probability, both [B W].
+        label_scores: Scores of the labels [B W L] from the readout of ids in each cell.
+        best_path: States before each cell and after the last [B W + 1], and their scores [B].
+        tokens_along: The likeliest id of each cell's edge and its log probability, both [B W].
         walk: States along known cells [B W + 1].
     """
 
@@ -35,5 +35,5 @@ TRITON = PathKernels(triton.label_scores, triton.best_path, triton.tokens_along,
 
 
 def choose() -> PathKernels | None:
-    """The kernels for this device; None where XLA does it."""
+    """The kernels for this device; None if XLA is to be used."""
     return TRITON if jax.default_backend() == "gpu" else None

@@ -1,14 +1,14 @@
 """Pallas Triton kernels for NVIDIA GPUs: paths of grammars, one launch each.
 
-A cell's work is small, and one cell needs the one behind it: as XLA's launches, several a cell, it
-took longer than a third of a step. Here a program is a slot and goes through the cells itself; what
-cells need of ids, each apart, is a program a cell. Tables are padded to a bucket, but loops end
-where a grammar does. Arrays are flat, so that indices are sums.
+The work of a cell is small and needs the result of the next cell. In XLA it takes several launches
+a cell, which took more than a third of a step. Here one program handles a slot and loops over its
+cells; scores of ids do not depend on other cells, so there a program handles one cell. Tables are
+padded to a bucket, but loops end with the grammar. Arrays are flat, so that indices are sums.
 
-Loads keep their order, and the first use of one waits: those that do not depend on each other
-stand together, before any use.
+Loads are issued in program order, and the first use of a load waits for it. So independent loads
+come together, before any use.
 
-JAX has deprecated the Triton kind: no public type names it, and removing it is removing this file.
+JAX has deprecated Pallas Triton. No public type names it, so deleting this file removes it.
 """
 
 import functools
@@ -20,13 +20,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
-_TILE = 128, 4  # states in turn, and warps
-_HELD = 12  # edges of a state, of the first tile: read once
-_EDGES = 4  # of a state behind those, or of other tiles, in turn
-_CELLS = 16  # whose states are read at once, to be near
-_ROWS = 128  # of ids or of classes, in turn
-_IN_TURN = 4  # rows of a class, or of a label
-_IDS = 256  # in turn
+_TILE = 128, 4  # states of one iteration, and warps
+_HELD = 12  # edges a state of the first tile that are read only once
+_EDGES = 4  # edges a state of one iteration, after those or in other tiles
+_CELLS = 16  # cells whose states are loaded together, to be in the cache
+_ROWS = 128  # rows of ids or of classes in one iteration
+_IN_TURN = 4  # rows of a class or of a label in one iteration
+_IDS = 256  # ids of one iteration
 
 _NO_ID = jnp.iinfo(jnp.int32).max
 
@@ -66,7 +66,7 @@ def _score(of, out, sizes, *, floor, never, free, barrier):
     to = cell * max(sizes["Q"], sizes["Y"])
 
     def ends(name, size):
-        """Where each of `size` sets begins and ends among the rows."""
+        """Numbers, first and end rows of `size` sets."""
         which = jnp.arange(pl.next_power_of_2(size), dtype=jnp.int32)
         there = which < size
         begin, end = (
@@ -77,7 +77,7 @@ def _score(of, out, sizes, *, floor, never, free, barrier):
     is_read = pltriton.load(of["read"].at[cell]) != 0
 
     def maxima(name, width, ranges, values, first, nothing):
-        """The largest of `values` of each set, whose places there stand in rows."""
+        """The largest of `values` of each set, whose indices into `values` are listed in rows."""
         which, begin, end = ranges
         count = jnp.max(end)
 
@@ -102,7 +102,7 @@ def _score(of, out, sizes, *, floor, never, free, barrier):
         turns = (jnp.max(end - begin) + (_IN_TURN - 1)) // _IN_TURN
         return jax.lax.fori_loop(0, turns, sets, jnp.full(which.shape, nothing, jnp.float32))
 
-    # Of a cell that was not read all classes are alike: their ids are not looked at.
+    # In a cell that was not read all classes score alike, so skip their ids.
     number, begin, end = ends("class_from", C)
     ranges = number, begin, jnp.where(is_read, end, 0)
     top = maxima(
@@ -154,13 +154,13 @@ def best_path(
         "known": known,
         "score": score,
     }
-    # What a cell reads of the one behind it is where it was two cells ago: near in the cache.
+    # Two alternating rows of `beta` hold a cell's values and the next one's, so they stay in cache.
     out = {
         "path": ((B, W + 1), jnp.int32),
         "value": ((B,), jnp.float32),
         "beta": ((B, 2, G), jnp.float32),
         "onto": ((B, W, G), jnp.int32),
-        # What was read to have it near, lest it be not read.
+        # Targets of prefetching loads, so that the compiler does not remove them.
         "scores_near": ((B, L), jnp.float32),
         "onto_near": ((B, tile[0]), jnp.int32),
     }
@@ -189,13 +189,13 @@ def _path(of, out, sizes, *, never, skip, is_known, written, barrier):
     barrier()
 
     def read_ahead(w):
-        """A cell's kind, class and scores, the latter to have them near."""
+        """Load a cell's kind, class and scores; the scores are prefetched into the cache."""
         place = b * W + jnp.maximum(w, 0)
         kind, known = (pltriton.load(of[name].at[place]) for name in ("kind", "known"))
         return kind, known, _load(of["score"], place * L + labels, labels < L, 0.0)
 
     def table(state, columns):
-        """Labels and targets of some edges of states; 0, which leads nowhere, past the last."""
+        """Labels and targets of some edges of states; past the last edge label 0, a dead end."""
         places = [((b * G + state) * D + column, (state < G) & (column < D)) for column in columns]
         label = [_load(of["label"], *place, 0) for place in places]
         target = [_load(of["target"], *place, 0) for place in places]
@@ -216,7 +216,7 @@ def _path(of, out, sizes, *, never, skip, is_known, written, barrier):
             onward = [pltriton.load(out["beta"].at[behind + target]) for _, target in edges]
             top, onto = best
             for score, beta, (_, target) in zip(through, onward, edges, strict=True):
-                better = score + beta > top  # of equals the first
+                better = score + beta > top  # ties keep the first
                 top = jnp.where(better, score + beta, top)
                 onto = jnp.where(better, target, onto)
             return top, onto
@@ -387,10 +387,10 @@ def _walk(of, out, sizes, *, skip, hole, barrier):
 
 
 def _follow(path, to, first, end, num_states, here, follow):
-    """The state behind some cells, from one before them; the states go to a slot's path."""
+    """Walk cells from state `here`, store the states in the slot's path, return the last one."""
 
     def step(w, here):
-        here = jnp.clip(follow(w, here), 0, num_states - 1)  # a slot without a grammar has any
+        here = jnp.clip(follow(w, here), 0, num_states - 1)  # slots without a grammar
         pltriton.store(path.at[to + w + 1], here)
         return here
 
@@ -398,7 +398,7 @@ def _follow(path, to, first, end, num_states, here, follow):
 
 
 def _sound(value):
-    """No number counts as an id that is forbidden."""
+    """Replace NaN by the score of a forbidden id."""
     return jnp.where(value == value, value, -jnp.inf)
 
 
@@ -408,12 +408,12 @@ def _load(ref, index, mask, other):
 
 
 def _launch(body, named, out, sizes, grid, num_warps, *, interpret=False, **constants):
-    """One launch over flat arrays; results by name."""
+    """One launch over flat arrays; returns results by name."""
 
     def kernel(*refs):
         given = dict(zip(named, refs, strict=False))
         made = dict(zip(out, refs[len(named) :], strict=True))
-        # Threads of a program read what others of it wrote.
+        # Threads of a program read what its other threads have written.
         barrier = (lambda: None) if interpret else pltriton.debug_barrier
         body(given, made, sizes, barrier=barrier, **constants)
 

@@ -1,4 +1,4 @@
-"""New keys and values of every layer into their pages, as one operation."""
+"""The write of new keys and values of all layers into their pages, as one operation."""
 
 from .api import write_rows
 

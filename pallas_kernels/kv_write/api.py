@@ -28,12 +28,13 @@ def write_rows(
     """Write each row to its page; a donated array of pages is updated in place.
 
     Args:
-        pages, rows: The keys and the values of every layer. Layers may differ in shape: those of
-            one shape are written together. Values of 8 bits are token-last.
-        page, offset: Where each row goes, the same in all arrays. Places are distinct and pages
-            not negative: back ends differ there. A row whose page is P or more is dropped.
-        implementation: "xla" (any device), "mosaic" (Hopper, jax 0.11), or None for the one that
-            is preferred here.
+        pages, rows: The keys and the values of every layer. Layers may differ in shape; those of
+            one shape are written together. 8-bit values are token-last.
+        page, offset: Target of each row, the same in all arrays. Targets must be distinct and
+            pages not negative, since back ends differ otherwise. A row whose page is P or more is
+            dropped.
+        implementation: "xla" (any device), "mosaic" (Hopper, jax 0.11), or None for the one
+            preferred on this device.
 
     Returns:
         The pages.
@@ -59,7 +60,7 @@ def _write_alike(
     offset: Array,
     implementation: Implementation | None,
 ) -> tuple[Array, ...]:
-    """The same for layers of one shape; keys and values alternate."""
+    """`write_rows` for layers of one shape; keys and values alternate."""
     token_last = (False, fp8.is_token_last(pages[1])) * (len(pages) // 2)
     rows = tuple(new.reshape(-1, *new.shape[-2:]) for new in rows)  # one kernel a number of rows
     is_short = pages[0].dtype.itemsize <= 2

@@ -1,11 +1,11 @@
 """Keys and values in 8 bits (e4m3): a scale for each head, fixed before the first token.
 
-A power of two, so that scaling loses nothing and only the rounding to three bits of mantissa does.
-A row becomes the same numbers wherever and whenever it is computed, since nothing else is looked
-at.
+Scales are powers of two: scaling is exact, and only the rounding to three bits of mantissa loses
+precision. A row's 8-bit values depend on the row and the scales alone, so they are the same in any
+step and batch.
 
-In 8 bits a page of values holds its tokens side by side, [P G H Z], where all others are [P G Z H]:
-tensor cores take 8-bit operands only with what is summed over side by side, and weighted values are
+Pages of 8-bit values are [P G H Z], with tokens contiguous; all other pages are [P G Z H]. The
+tensor cores require the contracted axis of 8-bit operands to be contiguous, and weighted values are
 summed over tokens.
 """
 
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 DTYPE = jnp.float8_e4m3fn
 LARGEST = float(jnp.finfo(DTYPE).max)  # 448
-_LEAST, _MOST = 2.0**-60, 2.0**60  # scales whose inverses, and products with a row, are finite
+_LEAST, _MOST = 2.0**-60, 2.0**60  # range of scales: inverses and products with a row stay finite
 
 
 def is_token_last(v_pages: Any) -> bool:
@@ -26,7 +26,7 @@ def is_token_last(v_pages: Any) -> bool:
 
 
 def by_token_shape(pages: Any, last: bool) -> tuple[int, int, int, int]:
-    """The sizes of an array of pages as P G Z H, whether its tokens come last or not."""
+    """The sizes P G Z H of an array of pages, whether its tokens come last or not."""
     P, G, *sizes = pages.shape
     Z, H = reversed(sizes) if last else sizes
     return P, G, Z, H
@@ -42,13 +42,13 @@ def unlike(pages: Sequence[Any], token_last: Sequence[bool]) -> str | None:
 
 
 def scales_of(largest: Float[Array, " G"]) -> Float[Array, " G"]:
-    """The scale of each head whose numbers are no larger than this: a power of two, float32."""
+    """The scale of each head with this largest magnitude: a power of two, float32."""
     exponent = jnp.ceil(jnp.log2(jnp.maximum(largest, _LEAST) / LARGEST))
     return jnp.clip(jnp.ldexp(jnp.float32(1), exponent.astype(jnp.int32)), _LEAST, _MOST)
 
 
 def quantize(rows: Float[Array, "*M G H"], scales: Float[Array, " G"]) -> Float[Array, "*M G H"]:
-    """Rows in e4m3, each head divided by its scale; what is too large becomes the largest."""
+    """Rows in e4m3, each head divided by its scale; too large numbers are clipped to 448."""
     by_head = (1 / scales).reshape(*(1,) * (rows.ndim - 2), -1, 1)
     values = rows.astype(jnp.float32) * by_head
     return jnp.clip(values, -LARGEST, LARGEST).astype(DTYPE)

@@ -1,10 +1,10 @@
 """A Pallas Mosaic kernel for NVIDIA Hopper: one launch writes the rows of all layers.
 
-The arrays of pages are mutable to the kernel, so nothing is copied. A program, one warpgroup, takes
-one head of one row of some arrays: all loads of a kind first, then all its stores. (All heads in
-one program, written out, took 42 s to lower for 56 arrays of 8.) Where values are token-last, 16
-consecutive rows that go to consecutive tokens of a page are written together: each of their 16
-programs writes a 16th of the columns of all 16 rows, so that a warp stores bytes side by side.
+The kernel mutates the arrays of pages, so nothing is copied. A program, one warpgroup, takes one
+head of one row of some arrays, and issues all loads of a kind before its stores. (A program that
+unrolled all heads took 42 s to lower for 56 arrays of 8 heads.) If values are token-last, 16
+consecutive rows for consecutive tokens of a page are written together: each of their 16 programs
+writes a 16th of the columns of all 16 rows, so that a warp stores contiguous bytes.
 """
 
 import functools
@@ -21,8 +21,8 @@ from ..lowered import lowered_once
 from . import fp8
 
 _THREADS = 128
-_NEIGHBOURS = 16  # rows that write to tokens side by side
-_LOADS = 64  # of a program: in flight at once
+_NEIGHBOURS = 16  # rows that write to consecutive tokens
+_LOADS = 64  # loads of a program in flight at once
 _OPERANDS = 400  # pointers of a launch; a kernel's arguments fit in 4 KB
 
 
@@ -98,7 +98,7 @@ def _write_rows(*refs, token_last: tuple[bool, ...]):
     side_by_side = plgpu.Layout.WG_STRIDED((H,), vec_size=H // _THREADS)
 
     def by_row(mine):
-        """All numbers of the row."""
+        """Write all numbers of the row."""
         layouts = [_apart(is_shared=False) if token_last[i] else side_by_side for i in mine]
         new = [
             hopper.load(rows[i].at[row, head], layout)
@@ -109,7 +109,7 @@ def _write_rows(*refs, token_last: tuple[bool, ...]):
             written[i][page, head, *where] = values.astype(written[i].dtype)
 
     def together(mine):
-        """A 16th of the columns of the 16 rows of its group."""
+        """Write a 16th of the columns of the 16 rows of the row's group."""
         first, share = row - row % _NEIGHBOURS, H // _NEIGHBOURS
         some = pl.ds(row % _NEIGHBOURS * share, share)
         tokens = pl.ds(offset - row % _NEIGHBOURS, _NEIGHBOURS)
@@ -136,7 +136,7 @@ def _write_rows(*refs, token_last: tuple[bool, ...]):
 
 
 def _are_neighbours(pages: Any, offsets: Any, row: Array) -> Array:
-    """Whether the rows of a row's group go to tokens of one page that lie side by side."""
+    """Whether the rows of a row's group go to consecutive tokens of one page."""
     first = row - row % _NEIGHBOURS
     found = first + _NEIGHBOURS <= len(pages)
     first = jnp.minimum(first, len(pages) - _NEIGHBOURS)
@@ -147,7 +147,7 @@ def _are_neighbours(pages: Any, offsets: Any, row: Array) -> Array:
 
 
 def _apart(is_shared: bool) -> Any:
-    """A layout with a number to a thread: of a row, or of a few columns of 16 neighbours."""
+    """A layout of one number a thread: from one row, or from a few columns of 16 rows."""
     if is_shared:  # a warp takes 4 columns of 8 tokens
         return hopper.tiled(((8, _NEIGHBOURS), (4, 8), (1,)), (-5, -4), (-3, -2))
     return hopper.tiled(((_THREADS,), (32,), (1,)), (-3,), (-2,))

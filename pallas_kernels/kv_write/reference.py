@@ -1,4 +1,4 @@
-"""The reference: one scatter per array. Any device."""
+"""The reference for any device: one scatter per array."""
 
 import functools
 
@@ -20,7 +20,7 @@ def write_rows(
     )
 
 
-@functools.partial(jax.jit, static_argnames="is_token_last")  # traced once for layers alike
+@functools.partial(jax.jit, static_argnames="is_token_last")  # traced once for equal layers
 def _put(mine: Array, new: Array, page: Array, offset: Array, is_token_last: bool) -> Array:
     flat = new.reshape(-1, *new.shape[-2:]).astype(mine.dtype)
     where = mine.at[page, :, :, offset] if is_token_last else mine.at[page, :, offset]

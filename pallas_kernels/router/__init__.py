@@ -1,4 +1,4 @@
-"""From rows to the experts that they go to."""
+"""The router of a mixture of experts: the experts of each row and their weights."""
 
 from .api import choose_experts, route
 from .reference import Rule

@@ -29,8 +29,8 @@ def route(
     Among equal scores the lowest expert wins.
 
     Args:
-        bias: Of each expert; it takes part in the choice and not in the weights.
-        live: Rows that count; the others get the expert E, which is none. None: all.
+        bias: Bias of each expert; it affects the choice but not the weights.
+        live: Rows that count; others get the invalid expert E. None: all rows.
         implementation: "xla" (any device), "mosaic" (Hopper, bfloat16, jax 0.11, a multiple of 8
             rows, 64, 128 or 256 experts, groups that divide 32), or None for the faster one.
 
@@ -59,19 +59,19 @@ def choose_experts(
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
     """The `k` likeliest experts of each row, by `softmax(norm(x) @ router)`, and their weights.
 
-    The norm, the product and all else are float32, whatever the types: in 16 bits close scores tie,
-    and another choice is another result. Among equal scores the lowest expert wins.
+    Everything is computed in float32, whatever the input types: in 16 bits close scores would tie
+    and change the choice. Among equal scores the lowest expert wins.
 
     Args:
-        scale: Of the rows' norm, which is divided by the root of D too.
-        expert_scale: A factor of each expert's weights.
-        live: Rows that count; the others get the expert E, which is none.
+        scale: Scale of the norm of the rows, which is also divided by the root of D.
+        expert_scale: Factor of the weights of each expert.
+        live: Rows that count; others get the invalid expert E.
         implementation: "xla" (any device), "mosaic" (Hopper, bfloat16, jax 0.11, a multiple of 64
             rows and 64 or 128 experts), or None for the faster one.
 
     Returns:
-        Experts, the likeliest first, and weights: the chosen ones' probabilities, divided by their
-        sum, times the experts' own factors.
+        Experts, the likeliest first, and weights: the probabilities of the chosen experts, divided
+        by their sum, times `expert_scale`.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
@@ -79,8 +79,8 @@ def choose_experts(
     Source: Gemma 4; Shazeer et al. 2017 (arXiv 1701.06538), §2.1, without noise.
     """
     back_ends: dict[Implementation, BackEnd] = {
-        # On an H200, DiffusionGemma, us, XLA / Mosaic, 10 of them the loop's: 256 rows 26 / 24,
-        # 4,096 rows 120 / 65 (benchmarks/results/canvas_parts_h200.json).
+        # us on an H200, DiffusionGemma, XLA / Mosaic, including 10 us of the timing loop: 256 rows
+        # 26 / 24, 4,096 rows 120 / 65 (benchmarks/results/canvas_parts_h200.json).
         "mosaic": BackEnd(mosaic.choose_experts, mosaic.unsupported(x, router)),
         "xla": BackEnd(reference.choose_experts),
     }

@@ -1,13 +1,13 @@
 """Pallas Mosaic kernels for NVIDIA Hopper: two launches from rows to their experts.
 
-1. A tile of up to 64 rows times a part of the depth, on the tensor cores and yet in float32: the
-   terms of products of 16 bits are exact. `_multiply` takes normed rows. In `_multiply_scaled` a
-   scaled row is the sum of three numbers of 16 bits each; the norm's own factor waits, one number a
-   row. Of many rows a block takes all of the depth, part by part, and some of the experts. Parts
-   are as deep for any number of rows, and added up in their order, so a row's scores have the same
-   bits among any others.
-2. Four rows, a row to each warp: the parts added, the scores, and the likeliest expert k times.
-   `_choose` is that of `route`, `_choose_scaled` that of `choose_experts`.
+1. A tile of up to 64 rows times a part of the depth, on the tensor cores and yet in float32, since
+   products of 16-bit numbers are exact. `_multiply` takes normed rows. `_multiply_scaled` splits
+   each number of a scaled row into a sum of three 16-bit numbers; the second launch applies the
+   factor of the norm, one number a row. With many rows a block takes the whole depth, part by part,
+   for some of the experts. Parts have the same depth for any number of rows, and are added in
+   order, so that the bits of a row's scores do not depend on other rows.
+2. Four rows, one a warp: add the parts, compute the scores, and pick the best expert k times.
+   `_choose` serves `route`, `_choose_scaled` serves `choose_experts`.
 """
 
 import functools
@@ -26,26 +26,27 @@ from ..layer.mosaic_heads import layout_of_rows
 from ..lowered import lowered_once
 from .reference import Rule
 
-_ROWS = 64  # of a product
-_DEPTH = 64  # of a step
-_PART = 2  # steps of a part, however many rows there are
-# Rows whose parts are left to the choice; of more, a block adds up all of them. On an H200, both
-# launches, parts left and added up: LLaDA2's 256 rows 8.6 and 10.7 us, 512 rows 10.5 and 10.9,
-# 1,024 rows 17.5 and 12.1, 4,096 rows 58 and 26. Of scaled rows 1,024 rows 16 and 42, 2,048 rows 26
-# and 42, 4,096 rows 57 and 43.
+_ROWS = 64  # rows of a product
+_DEPTH = 64  # depth of a step
+_PART = 2  # steps of a part, for any number of rows
+# Most rows for which the second launch adds up the parts; with more, a block of the first adds up
+# all of them. us of both launches on an H200, second / first: LLaDA2, 256 rows 8.6 / 10.7, 512 rows
+# 10.5 / 10.9, 1,024 rows 17.5 / 12.1, 4,096 rows 58 / 26; scaled rows, 1,024 rows 16 / 42, 2,048
+# rows 26 / 42, 4,096 rows 57 / 43.
 _MOST_SPLIT_NORMED, _MOST_SPLIT = 512, 2048
-# Experts of a block. Where scaled rows leave parts it takes all, as it splits rows in three numbers
-# first. On an H200, us: LLaDA2's 32, 128, 256 and 512 rows 3.4, 3.6, 3.9 and 5.4 by all 256, 1.9,
-# 2.3, 3.2 and 4.8 by 64; DiffusionGemma's 256 and 1,024 rows 4.2 and 10.3 by all 128, 4.8 and 12.5.
+# Experts of a block. Blocks that write parts of scaled rows take all experts, since each block
+# first splits the rows into three numbers. us on an H200, all experts / 64: LLaDA2, 32 rows 3.4 /
+# 1.9, 128 rows 3.6 / 2.3, 256 rows 3.9 / 3.2, 512 rows 5.4 / 4.8; DiffusionGemma, 256 rows 4.2 /
+# 4.8, 1,024 rows 10.3 / 12.5.
 _WIDTH = 64
-_AHEAD = 3  # parts that it holds
-_PARTS = 3  # numbers of 16 bits whose sum has the 24 bits of one of 32
+_AHEAD = 3  # parts in flight in a block
+_PARTS = 3  # 16-bit numbers whose sum has the 24 bits of a float32
 _CHOSEN = 4  # rows of a program that chooses
-_WIDEST = 256  # of a row that is loaded at once
-_EXPERTS = (64, 128, 256)  # two, four or eight to a lane
+_WIDEST = 256  # numbers of a row that are loaded at once
+_EXPERTS = (64, 128, 256)  # two, four or eight a lane
 _LANES = 32
-_LEAST_ROWS = 8  # of a swizzled tile
-_LOWEST = -(2**31)  # key
+_LEAST_ROWS = 8  # rows of a swizzled tile
+_LOWEST = -(2**31)  # lowest key
 
 
 def unsupported(x: Array, router: Array) -> str | None:
@@ -101,7 +102,7 @@ def route(
     def run(x, router, *given):
         rows = math.gcd(len(x), _ROWS)
         parts = _scores(x, router, interpret)
-        parts = parts.reshape(*parts.shape[:2], _LANES, -1)  # of a row: what a lane has
+        parts = parts.reshape(*parts.shape[:2], _LANES, -1)  # a row's scores by lane
         return _launch_choice(
             functools.partial(_choose, names=names, rows=rows, rule=rule),
             (parts, *given),
@@ -118,7 +119,7 @@ def route(
 
 
 def _scores(x: Array, router: Array, interpret: Any) -> Array:
-    """Scores of normed rows, in parts of the depth; of a tile's 64 rows the last may be none."""
+    """Scores of normed rows, in parts of the depth; rows are padded to whole tiles of 64."""
     (T, D), E = x.shape, router.shape[1]
     splits, count, steps, width = _parts(T, D, E, _MOST_SPLIT_NORMED, _WIDTH)
     tiles, ahead = T // math.gcd(T, _ROWS), min(_AHEAD, count)
@@ -139,7 +140,7 @@ def _scores(x: Array, router: Array, interpret: Any) -> Array:
 
 
 def _parts(T: int, D: int, E: int, most_split: int, split_width: int) -> tuple[int, int, int, int]:
-    """Blocks that share the depth, parts of each, steps of a part, and experts of a block."""
+    """Blocks that split the depth, parts of a block, steps of a part, and experts of a block."""
     steps = math.gcd(D // _DEPTH, _PART)
     count = D // _DEPTH // steps
     is_split = most_split >= T
@@ -152,7 +153,7 @@ def _staged(dtype: Any, *shape: int) -> Any:
 
 
 def _launch_choice(body: Any, given: Any, shape: tuple[int, int], interpret: Any) -> Any:
-    """Experts and weights of as many rows as `shape` says, four to a program."""
+    """Experts and weights of shape `shape`, four rows a program."""
     kinds = (jnp.int32, jnp.float32)
     return hopper.kernel(
         body,
@@ -160,14 +161,14 @@ def _launch_choice(body: Any, given: Any, shape: tuple[int, int], interpret: Any
         grid=(shape[0] // _CHOSEN,),
         grid_names=("rows",),
         kernel_name="router_choice",
-        # Nothing reads what is written here, so threads need not wait for their warpgroup.
+        # The kernel never reads its own writes, so threads need not wait for their warpgroup.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(*given)
 
 
 def _multiply(x, router, out, rows, weights, loaded, *, count):
-    """A tile of rows times some experts, of `count` parts of the depth."""
+    """A tile of rows times some experts, over `count` parts of the depth."""
     steps, tile, split = rows.shape[1], jax.lax.axis_index("rows"), jax.lax.axis_index("split")
     height, width = math.gcd(x.shape[0], _ROWS), weights.shape[-1]
     here = pl.ds(pl.multiple_of(tile * height, height), height)
@@ -191,12 +192,12 @@ def _multiply(x, router, out, rows, weights, loaded, *, count):
 
 
 def _sum_of_parts(copy, multiply, ahead, count, width):
-    """Products of `count` parts of the depth, each by itself, added up in their order.
+    """Separate products of `count` parts of the depth, added in order.
 
-    The choice adds up parts that blocks leave it in this order too.
+    The second launch adds its parts in the same order.
 
     Args:
-        copy: Asks for a part, for a slot of the ring.
+        copy: Starts the load of a part into a slot of the ring.
         multiply: Waits for the part in a slot and adds its product to an accumulator.
         ahead: Slots of the ring.
     """
@@ -208,7 +209,7 @@ def _sum_of_parts(copy, multiply, ahead, count, width):
 
             @pl.when((i > 0) & (i - 1 + ahead < count))
             def _():
-                plgpu.commit_smem()  # all threads are through with the part before this one
+                plgpu.commit_smem()  # all threads have used the previous part
                 copy(i - 1 + ahead, jax.lax.rem(i - 1 + ahead, number(ahead)))
 
             plgpu.wgmma_wait(0)
@@ -270,38 +271,38 @@ def _choose(parts, *refs, names, rows, rule):
 
 
 def _layout_of_lanes(size: int) -> Any:
-    """Four rows, one a warp: of each a lane has so many neighbours."""
+    """A layout of four rows, one a warp; a lane holds `size` adjacent numbers."""
     return tiled(((_CHOSEN, _LANES, size),), warp_dims=(-3,), lane_dims=(-2,))
 
 
 def _most(keys):
-    """The highest of each row."""
+    """The highest key of each row."""
     for axis in range(keys.ndim - 1, 0, -1):
         keys = jnp.max(keys, axis=axis)
     return keys
 
 
 def _ordered(values):
-    """Integers in the order of these numbers: their maximum over a warp is one instruction."""
+    """Integers in the order of these floats: a warp finds their maximum in one instruction."""
     return _flipped(jax.lax.bitcast_convert_type(values, jnp.int32))
 
 
 def _numbers(keys):
-    """What `_ordered` made these of."""
+    """The floats that `_ordered` turned into these keys."""
     return jax.lax.bitcast_convert_type(_flipped(keys), jnp.float32)
 
 
 def _flipped(bits):
-    """Of negative numbers the larger ones have the larger bits: all but the sign turn round."""
+    """Flip all bits but the sign of negative numbers, whose bits grow with their magnitude."""
     return jnp.where(bits < 0, bits ^ jnp.int32(2**31 - 1), bits)
 
 
 def _best(keys, number, k, across):
-    """The highest of a row k times: its number, its key, and where it is."""
+    """The k highest keys of a row, one after another: index, key, and mask of its position."""
     last = math.prod(keys.shape[1:]) - 1
     for _ in range(k):
         best = _most(keys)
-        # The lowest of equals is the highest from the last on.
+        # Counted from the last index, the lowest of equal keys is the maximum.
         which = last - _most(jnp.where(keys == across(best), last - number, -1))
         is_it = number == across(which)
         yield which, best, is_it
@@ -309,21 +310,21 @@ def _best(keys, number, k, across):
 
 
 def _at(keys, where):
-    """The number that is there; one a row."""
+    """The key of each row at the position of the mask."""
     return _numbers(_most(jnp.where(where, keys, _LOWEST)))
 
 
 def _within_groups(keys, rule, layout):
-    """The lowest key outside of the groups whose two best experts together score highest.
+    """Keys, the lowest one outside the groups with the highest sum of their two best experts.
 
-    A lane's experts are of one group. It finds its two best ones by itself.
+    The experts of a lane belong to one group; the lane first finds its own two best.
     """
     lanes, row = keys.shape[:2], layout.reduce(2)
     lane = plgpu.broadcasted_iota(jnp.int32, lanes, 1, layout=row)
     group = jax.lax.div(lane, jnp.int32(_LANES // rule.groups))
 
     def two_best(keys, second=None):
-        """Of the last axis, whose numbers may each stand for a second one that is no higher."""
+        """The two highest of the last axis; `second` has a lower candidate for each number."""
         best = jnp.max(keys, axis=keys.ndim - 1)
         is_it = keys == jax.lax.broadcast_in_dim(best, keys.shape, list(range(keys.ndim - 1)))
         count = jnp.sum(jnp.where(is_it, 1, 0), axis=keys.ndim - 1)
@@ -332,12 +333,12 @@ def _within_groups(keys, rule, layout):
 
     best, second = two_best(keys)
     is_mine = [group == i for i in range(rule.groups)]
-    # Step by step for all groups: those of one wait for each other, and for a warp's lanes.
+    # All groups advance together: the steps of one group wait for each other and for the lanes.
     pairs = [two_best(jnp.where(own, best, _LOWEST), second) for own in is_mine]
     masses = [_numbers(one) + _numbers(other) for one, other in pairs]
     kept = jnp.zeros_like(group)
     for i, (mass, own) in enumerate(zip(masses, is_mine, strict=True)):
-        # Groups in front of this one, counted for a row and not for each of its experts.
+        # The number of better groups, computed once a row and not for each expert.
         others = [(other >= mass) if j < i else (other > mass) for j, other in enumerate(masses)]
         better = [jnp.where(it, 1, 0) for j, it in enumerate(others) if j != i]
         is_kept = functools.reduce(jnp.add, better) < rule.kept_groups
@@ -390,7 +391,7 @@ def choose_experts(
 
 
 def _multiply_scaled(x, scale, router, out, rows, weights, scales, *refs, count):
-    """`_multiply` of scaled rows; the norm's factor of a row is not in it."""
+    """`_multiply` of scaled rows, without the norm's factor of each row."""
     *held, loaded = refs
     (ahead, steps, _, width), D = weights.shape, x.shape[1]
     row = pl.ds(pl.multiple_of(jax.lax.axis_index("rows") * _ROWS, _ROWS), _ROWS)
@@ -406,7 +407,7 @@ def _multiply_scaled(x, scale, router, out, rows, weights, scales, *refs, count)
                 plgpu.copy_gmem_to_smem(source, target.at[slot, j], loaded.at[slot])
 
     def parts_of(slot, j):
-        """Scaled rows as sums of numbers of 16 bits, the smallest first."""
+        """Scaled rows as sums of 16-bit numbers, the smallest first."""
         by = load(scales.at[slot, j], layout.reduce(0)).astype(jnp.float32) * D**-0.5
         rest = load(rows.at[slot, j], layout, optimized=True).astype(jnp.float32)
         rest *= jax.lax.broadcast_in_dim(by, rest.shape, [1])
@@ -421,7 +422,7 @@ def _multiply_scaled(x, scale, router, out, rows, weights, scales, *refs, count)
         for j in range(steps):
             for part in parts_of(slot, j):
                 own = part
-                if held:  # the interpreter multiplies what lies in shared memory
+                if held:  # the interpreter multiplies operands in shared memory only
                     (own,) = held
                     own[...] = part
                 plgpu.wgmma(sums, own, weights.at[slot, j])

@@ -1,4 +1,4 @@
-"""The reference in plain XLA, float32 throughout. Any device."""
+"""The reference in plain XLA for any device, float32 throughout."""
 
 import dataclasses
 from typing import Literal
@@ -9,20 +9,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..layer.reference import late_rms_norm
 
-_LEAST = 1e-20  # LLaDA2: added to the sum that its weights are divided by
+_LEAST = 1e-20  # LLaDA2 adds it to the divisor of its weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """How the experts of a row follow from its logits.
+    """The rule that chooses the experts of a row from its logits.
 
     Attributes:
         k: Experts of a row.
-        score: What logits become: a law over all experts, or each its own probability.
+        score: Function from logits to scores: a softmax over all experts, or a sigmoid of each.
         is_normed: Weights of the chosen experts are divided by their sum.
-        factor: Of the weights.
-        groups, kept_groups: Groups of equally many experts, and from how many of them a row may
-            choose: those whose two best experts together score highest. 1 and 1: among all.
+        factor: Factor of the weights.
+        groups, kept_groups: Number of equal groups of experts, and number of groups that a row may
+            choose from: those with the highest sum of their two best scores. 1 and 1: no groups.
     """
 
     k: int
@@ -34,7 +34,7 @@ class Rule:
 
     @property
     def least(self) -> float:
-        """Added to the sum that weights are divided by."""
+        """Number added to the divisor of the weights."""
         return _LEAST if self.score == "sigmoid" else 0.0
 
 
@@ -51,7 +51,7 @@ def route(
 def scored(
     x: Float[Array, "*M D"], router: Float[Array, "D E"], bias: Array | None, rule: Rule
 ) -> tuple[Float[Array, "*M E"], Float[Array, "*M E"]]:
-    """Scores of all experts, and what the choice goes by: with the bias, which weights ignore."""
+    """Scores of all experts, and scores plus bias, which decide the choice but not the weights."""
     logits = jnp.dot(
         x.astype(jnp.float32), router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     )
@@ -67,7 +67,7 @@ def chosen(
     live: Bool[Array, "*M"] | None,
     rule: Rule,
 ) -> tuple[Int[Array, "*M k"], Float[Array, "*M k"]]:
-    """The experts that `choice` is highest for, and their weights."""
+    """The experts with the highest `choice`, and their weights."""
     _, ids = jax.lax.top_k(choice, rule.k)
     weights = jnp.take_along_axis(scores, ids, axis=-1)
     if rule.is_normed:
@@ -80,7 +80,7 @@ def chosen(
 def _within_groups(
     choice: Float[Array, "*M E"], num_groups: int, kept: int
 ) -> Float[Array, "*M E"]:
-    """-inf outside of the groups whose two best experts together score highest."""
+    """`choice` with -inf outside the groups with the highest sum of their two best experts."""
     grouped = choice.reshape(*choice.shape[:-1], num_groups, -1)
     best, _ = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))
     allowed = largest(jnp.sum(best, axis=-1), kept)
@@ -88,7 +88,7 @@ def _within_groups(
 
 
 def largest(x: Float[Array, "... E"], count: int) -> Bool[Array, "... E"]:
-    """The `count` largest of the last axis, the first of equal ones."""
+    """A mask of the `count` largest of the last axis; of equal numbers the first."""
     _, ids = jax.lax.top_k(x, count)
     return jnp.any(jax.nn.one_hot(ids, x.shape[-1], dtype=bool), axis=-2)
 

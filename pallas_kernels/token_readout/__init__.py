@@ -1,4 +1,4 @@
-"""From hidden rows to a token and its statistics as one operation: no logits in memory."""
+"""The token of each hidden row and its statistics in one operation, without logits in memory."""
 
 from .api import (
     ID_STEP,

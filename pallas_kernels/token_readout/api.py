@@ -1,9 +1,9 @@
 """Token readout: the interface and its back ends.
 
 Every back end computes the same function: logits of hidden rows over a vocabulary, the likeliest
-token of each row, and statistics of the row's distribution. Rows that are sampled use XLA: a kernel
-that also drew tokens was slower on an H200 (benchmarks/LOG.md). `law_readout` also writes the law,
-for a reader who draws from it and multiplies it with the embedding.
+token of each row, and statistics of the row's distribution. Sampled rows use XLA: a kernel that
+also drew tokens was slower on an H200 (benchmarks/LOG.md). `law_readout` also writes the law, for
+callers that draw from it and multiply it with the embedding.
 
 Letters: R rows, D model width, V ids.
 """
@@ -26,17 +26,17 @@ from .result import packed_codes as packed_codes
 
 Implementation = Literal["xla", "triton", "mosaic"]
 
-# The largest number of rows at which the Triton kernel was measured and was faster. Microseconds
-# on an H200, kernel / XLA, for a head of 151,936 ids: SDAR-1.7B 32 rows 156 / 188, 128 rows 190 /
+# The largest number of rows at which the Triton kernel was measured and was faster. us on an H200,
+# kernel / XLA, for a head of 151,936 ids: SDAR-1.7B 32 rows 156 / 188, 128 rows 190 /
 # 240, 256 rows 284 / 375, 1,024 rows 1,098 / 1,310; SDAR-8B 32 rows 316 / 364, 128 rows 368 / 417
 # (benchmarks/results/readout_h200.json).
 TRITON_ROWS = 1024
-# The range of rows in which the kernel for Hopper was measured and was faster. Microseconds, Triton
-# / Mosaic: SDAR-1.7B 128 rows 181 / 165, 256 rows 298 / 246, 1,024 rows 1,106 / 904, 4,096 rows
-# 4,357 (in quarters) / 3,558; SDAR-8B 128 rows 334 / 309, 1,024 rows 2,064 / 1,775
+# The range of rows in which the kernel for Hopper was measured and was faster. us on an H200,
+# Triton / Mosaic: SDAR-1.7B 128 rows 181 / 165, 256 rows 298 / 246, 1,024 rows 1,106 / 904, 4,096
+# rows 4,357 (four calls) / 3,558; SDAR-8B 128 rows 334 / 309, 1,024 rows 2,064 / 1,775
 # (benchmarks/results/readout_mosaic_h200.json).
 FEWEST_MOSAIC_ROWS, MOSAIC_ROWS = 128, 4096
-# The most rows at which Triton's form that also reads by classes was measured.
+# The most rows at which the Triton form of `class_readout` was measured.
 TRITON_CLASSES = 128
 
 
@@ -57,13 +57,13 @@ def token_readout(
     restricted to the ids that are not forbidden.
 
     Args:
-        head: Its rows; in 8 bits they are multiplied as they are, and sums by their scales.
+        head: Rows of the head. An 8-bit head is multiplied unscaled; its scales apply to the sums.
         forbidden: Ids that are never chosen.
         cap: Logits become `cap * tanh(logits / cap)`; None leaves them.
-        penalty: One id per row, and what is subtracted from its logit.
-        num_top: How many of the likeliest ids to return.
+        penalty: One id per row, and the number to subtract from its logit.
+        num_top: Number of the likeliest ids to return.
         implementation: "xla" (any device, the reference; writes the logits), "triton" (NVIDIA GPU,
-            16-bit), "mosaic" (the same for Hopper, without `num_top`), or None for the fastest that
+            16-bit), "mosaic" (Hopper, 16-bit, without `num_top`), or None for the fastest that
             supports the arguments.
 
     Returns:
@@ -99,9 +99,9 @@ def class_readout(
     num_top: int = 0,
     implementation: Implementation | None = None,
 ) -> tuple[TokenReadout, IdReadout]:
-    """`token_readout` in one pass with what the rows say of classes of ids, slot by slot.
+    """`token_readout` that also reads classes of ids, given slot by slot, in the same pass.
 
-    A row's readout does not depend on the classes, its own or others'.
+    The token readout of a row does not depend on any classes.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
@@ -137,13 +137,13 @@ def law_readout(
     """The law `softmax(logits / temperature)` of each row, with logits as in `token_readout`.
 
     Args:
-        head: Its rows; in 8 bits, hidden rows are rounded to 8 bits as well.
-        temperature: Above 0.
-        is_warm: All rows are `mosaic.is_warm_row`, which saves a pass over all weights and changes
-            none of them.
-        implementation: "xla" (any device; writes the logits too), "mosaic" (Hopper, rows in
-            bfloat16, a head alike or in 8 bits, ids in a multiple of `SHARE`), or None for the
-            fastest that supports the arguments.
+        head: Rows of the head; with an 8-bit head, hidden rows are rounded to 8 bits as well.
+        temperature: Positive temperature of each row.
+        is_warm: Promises that all rows are `mosaic.is_warm_row`. It saves a pass over all weights
+            without changing them.
+        implementation: "xla" (any device; also writes the logits), "mosaic" (Hopper, bfloat16
+            rows, a bfloat16 or 8-bit head, ids in a multiple of `SHARE`), or None for the fastest
+            that supports the arguments.
 
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
@@ -167,8 +167,8 @@ def choose_law(hidden: Array, head: Array | Fp8Head) -> Literal["mosaic", "xla"]
 
 
 def _law_back_ends(hidden: Array, head: Array | Fp8Head) -> dict[Literal["mosaic", "xla"], BackEnd]:
-    # On an H200, DiffusionGemma, with the draws and the expectation, ms, XLA / Mosaic: 256 rows
-    # 1.54 / 1.18, 1,024 rows 5.71 / 4.30 (canvas_parts_h200.json and law_h200.json).
+    # ms on an H200, DiffusionGemma, including draws and expectation, XLA / Mosaic: 256 rows 1.54 /
+    # 1.18, 1,024 rows 5.71 / 4.30 (canvas_parts_h200.json and law_h200.json).
     return {
         "mosaic": BackEnd(mosaic.read_law, mosaic.unsupported_law(hidden, head)),
         "xla": BackEnd(reference.read_law),
@@ -183,7 +183,7 @@ def choose(hidden: Array, head: Array | Fp8Head, num_top: int) -> Implementation
 def choose_with_classes(
     hidden: Array, head: Array | Fp8Head, num_top: int, of_slot: int
 ) -> Implementation:
-    """The same of `class_readout`, of which a slot has `of_slot` rows."""
+    """The back end that `class_readout` runs, for slots of `of_slot` rows."""
     return dispatch.choose(None, _with_classes(hidden, head, num_top, of_slot))
 
 

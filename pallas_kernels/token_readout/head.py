@@ -1,4 +1,4 @@
-"""A head in 8 bits (e4m3), a scale for each id; rows as they are or in 8 bits, sums in float32."""
+"""A head in 8 bits (e4m3) with a scale for each id, for rows of 16 or 8 bits; float32 sums."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ class Fp8Head:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the head it stands for."""
+        """Shape of the represented head."""
         return self.values.shape
 
     def __len__(self) -> int:
@@ -31,7 +31,7 @@ class Fp8Head:
 
 
 def products(hidden: Float[Array, "... D"] | Fp8Rows, head: Float[Array, "V D"] | Fp8Head) -> Array:
-    """`hidden @ head.T`, accumulated in float32; rows in 8 bits only with such a head."""
+    """`hidden @ head.T`, accumulated in float32; 8-bit rows require an `Fp8Head`."""
     if isinstance(hidden, Fp8Rows):
         return products(hidden.values, head) * hidden.scales[..., None]
     rows = head.values if isinstance(head, Fp8Head) else head

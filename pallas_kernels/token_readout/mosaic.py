@@ -1,12 +1,12 @@
 """A Pallas Mosaic kernel for NVIDIA Hopper: the head's product of many rows, read out at once.
 
-A tile is 128 rows times some ids. As many blocks of threads as run at once take tiles in turn, the
-tiles of the same ids side by side, so that the head comes from memory once. A block has a warpgroup
-that loads, by TMA through a ring of buffers and ahead of the tile at hand, and two that compute 64
-rows each. What is written is a `Part` a row and tile, which XLA joins, and of a law its weights.
+A tile is 128 rows times some ids. The grid is persistent, and blocks take tiles of the same ids at
+the same time, so that the head is read from memory once. A block has a warpgroup that loads, by TMA
+through a ring of buffers ahead of the current tile, and two that compute 64 rows each. It writes a
+`Part` for each row and tile, which XLA joins, and the weights of a law.
 
-Two blocks of a cluster load what their tiles share once for both: of even tiles of rows the head,
-else the rows.
+The two blocks of a cluster load once what their tiles share: the head if the number of row tiles
+is even, otherwise the rows.
 """
 
 import dataclasses
@@ -41,28 +41,28 @@ from .result import (
 _CONSUMERS, _ROWS = 2, 64  # warpgroups that compute, and rows of each
 _TILE_ROWS = _CONSUMERS * _ROWS
 _LINE = 128  # bytes of a swizzled line
-_STEP = 64  # components of a line in 16 bits
-_ID_MULTIPLE = 8  # of a swizzled tile
+_STEP = 64  # 16-bit components of a line
+_ID_MULTIPLE = 8  # ids of a swizzled tile
 _WEIGHT = jnp.bfloat16
-_CHUNK = 16  # ids that a warpgroup reads off at a time: 8 logits a thread
+_CHUNK = 16  # ids that a warpgroup reads at a time: 8 logits a thread
 _MULTIPROCESSORS = 132
-_STAGES = {256: 4, 192: 5}  # ids of a tile: buffers that there is room for
-_NEVER = -1e38  # logit of ids that are not chosen; finite, so that differences are finite
-_LEAST = -3e38  # less than that
+_STAGES = {256: 4, 192: 5}  # ids of a tile: ring buffers that fit
+_NEVER = -1e38  # logit of excluded ids; finite, so that differences are finite
+_LEAST = -3e38  # below `_NEVER`
 _NO_ID = 1 << 24
 _LOG2_E = 1.4426950408889634
-_LARGEST = 75.1  # logit whose exponentials, of all ids and times an embedding, float32 holds
+_LARGEST = 75.1  # with logits up to this, float32 holds the sum of exp(logit) times embeddings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """What one thread block computes at a time.
+    """The tile of one thread block.
 
     Attributes:
-        ids: Words of the vocabulary.
+        ids: Ids of the vocabulary.
         stages: Steps of the depth in flight.
-        shared: What the two blocks of a cluster load for both; None: no clusters.
-        blocks: Of threads, at most.
+        shared: The operand that the two blocks of a cluster share; None: no clusters.
+        blocks: Most thread blocks.
     """
 
     ids: int = 256
@@ -101,7 +101,7 @@ def unsupported_arguments(hidden: Array, head: Array, num_top: int) -> str | Non
 
 
 def unsupported_classes(num_rows: int, of_slot: int, num_ids: int) -> str | None:
-    """Why no device can read so many rows by classes, so many of a slot, or None."""
+    """Why no device can read `num_rows` rows by classes, `of_slot` of each slot, or None."""
     if num_ids % ID_STEP:
         return f"needs ids in a multiple of {ID_STEP}, got {num_ids}"
     if of_slot == num_rows or of_slot % _ROWS == 0:
@@ -114,7 +114,7 @@ def unsupported_law(hidden: Array, head: Array | Fp8Head) -> str | None:
     V, D = head.shape
     if V % SHARE:
         return f"needs ids in a multiple of {SHARE}, got {V}"
-    if hidden.dtype != _WEIGHT:  # float16 does not hold `exp(logit)`
+    if hidden.dtype != _WEIGHT:  # `exp(logit)` overflows float16
         return f"needs rows in bfloat16, got {hidden.dtype}"
     if isinstance(head, Fp8Head):
         if D % _LINE:
@@ -126,8 +126,8 @@ def unsupported_law(hidden: Array, head: Array | Fp8Head) -> str | None:
 def choose_tiling(num_rows: int, num_ids: int) -> Tiling:
     """Tiles of one width, so that a row's statistics do not depend on the number of rows.
 
-    On an H200, SDAR-1.7B, us with 256 and with 192 ids: 128 rows 170 and 165, 256 rows 246 and 257,
-    1,024 rows 904 and 911 (benchmarks/results/readout_mosaic_h200.json).
+    us on an H200, SDAR-1.7B, 256 / 192 ids: 128 rows 170 / 165, 256 rows 246 / 257, 1,024 rows
+    904 / 911 (benchmarks/results/readout_mosaic_h200.json).
     """
     row_tiles = -(-num_rows // _TILE_ROWS)
     shared: Literal["head", "rows"] = "rows" if row_tiles % 2 else "head"
@@ -152,7 +152,7 @@ def read(
         raise ValueError(f"{num_top=} must be 0")
     tiling = choose_tiling(len(hidden), len(head)) if tiling is None else tiling
     run = functools.partial(_run, scale=scale, cap=cap, tiling=tiling, interpret=interpret)
-    # NumPy arrays stay constants of the program; a `jit` would make them arguments.
+    # NumPy arrays stay constants of the program; `jit` would turn them into arguments.
     given = forbidden.astype(np.int32), _has_forbidden(forbidden, tiling)
     # Mosaic kernels have no batching rule, so vmap runs them one after another.
     parts, _ = jax.custom_batching.sequential_vmap(run)(hidden, head, *given, penalty, None, None)
@@ -205,16 +205,16 @@ def read_law(
     tiling: Tiling | None = None,
     interpret: Any = None,
 ) -> LawReadout:
-    """See `api.law_readout`; the tile's ids are a share.
+    """See `api.law_readout`; the ids of a tile are a share.
 
-    Weights are `exp(logit)` as they are where no logit can be too large for that, as those that are
-    capped and not divided by a low temperature. Else each tile's are relative to its own peak, and
-    brought together by reading and writing all of them once more.
+    Weights are plain `exp(logit)` if no logit can overflow it: logits are capped and the
+    temperature is not low. Otherwise the weights of a tile are relative to the tile's peak, and a
+    second pass reads and writes all of them to make them relative to the row's peak.
     """
     R, V = len(temperature), len(head)
     if tiling is None:
         row_tiles = -(-R // _TILE_ROWS)
-        # No tile of ids may begin early, as the weights of such ids would leave twice.
+        # Tiles of ids may not overlap: weights of shared ids would be written twice.
         is_row_shared = row_tiles % 2 and V // SHARE % 2 == 0
         tiling = Tiling(ids=SHARE, shared="rows" if is_row_shared else "head")
     how = {"scale": scale, "cap": cap, "is_warm": is_warm, "tiling": tiling}
@@ -242,12 +242,12 @@ def read_law(
 
 
 def is_warm_row(temperature: Array, cap: float | None) -> Array:
-    """Rows whose weights are `exp(logit)`: see `read_law`."""
+    """Whether the weights of each row are plain `exp(logit)`, see `read_law`."""
     return 1.0 / temperature.astype(jnp.float32) <= _hottest(cap)
 
 
 def _hottest(cap: float | None) -> float:
-    """The most that a capped logit is multiplied with and stays below `_LARGEST`."""
+    """The largest factor (1 / temperature) that keeps capped logits below `_LARGEST`."""
     return 0.0 if cap is None else _LARGEST / cap
 
 
@@ -267,10 +267,9 @@ def _run(
     tiling,
     interpret,
 ) -> tuple[Part, dict[str, Array]]:
-    """One launch: the parts of all tiles.
+    """One launch: the parts of all tiles, and further results by name.
 
-    And, by name: where there is `heat`, weights by tile; where there are classes, what rows say of
-    them.
+    These are weights by tile with `heat`, and logits of ids and classes with classes.
     """
     row_scales = id_scales = None
     if isinstance(head, Fp8Head):
@@ -291,7 +290,7 @@ def _run(
     named = {"hidden": padded(hidden, 0), "head": head, "forbidden": forbidden}
     if penalty is not None:
         named["penalty_ids"], named["penalties"] = padded(penalty[0], -1), padded(penalty[1], 0.0)
-    if heat is not None:  # what logits are multiplied with
+    if heat is not None:  # factor of the logits, 1 / temperature
         named["heat"] = padded(heat, 1.0)
     if row_scales is not None:
         named["row_scales"], named["id_scales"] = padded(row_scales, 1.0), id_scales
@@ -323,10 +322,10 @@ def _run(
         if tiling.shared is None
         else plgpu.ClusterBarrier(collective_axes=("peer",), **used),
     }
-    if heat is not None:  # weights on their way, two pieces a warpgroup
+    if heat is not None:  # staging of weights, two pieces a warpgroup
         piece, swizzled = (_CONSUMERS, 2, _ROWS, _STEP), hopper.swizzled(_STEP, _WEIGHT)
         scratch["leaving"] = plgpu.SMEM(piece, _WEIGHT, transforms=swizzled)
-    tiles = row_tiles * id_tiles // (of_rows * of_ids)  # of a cluster
+    tiles = row_tiles * id_tiles // (of_rows * of_ids)  # of one cluster
     workers = min(tiles, tiling.blocks // (of_rows * of_ids))
     cluster = {"peer": 2} if tiling.shared else {}
 
@@ -351,7 +350,7 @@ def _run(
         grid_names=("worker",),
         cluster=tuple(cluster.values()),
         cluster_names=tuple(cluster),
-        kernel_name="token_readout",  # what `dllm_jax.bench.head` looks for
+        kernel_name="token_readout",  # `dllm_jax.bench.head` searches for this name
         num_threads=_CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types=list(scratch.values()),
@@ -374,9 +373,9 @@ def _has_forbidden(forbidden, tiling):
 
 
 def _special(has_forbidden, penalty_ids, num_ids, ids) -> Array:
-    """Whether a warpgroup's tile has ids that are forbidden, another's, or lose something.
+    """Whether a warpgroup's tile has ids that are forbidden, of another tile, or penalised.
 
-    One row for all of them where none loses anything.
+    One row stands for all rows if there are no penalties.
     """
     special = has_forbidden[None]
     if penalty_ids is None:
@@ -392,12 +391,12 @@ def _logit(product: Array, *, scale: float, cap: float | None) -> Array:
     logit = product if scale == 1.0 else product * scale
     if cap is None:
         return logit
-    # The hardware's tanh keeps 11 bits.
+    # Not `tanh`: the hardware's has 11 bits.
     return cap - (2 * cap) / (jnp.exp(logit * (2 / cap)) + 1.0)
 
 
 def _power(product: Array, scale: Array | float, heat: Array, cap: float | None) -> Array:
-    """Logits times their rows' heat, as exponents of 2."""
+    """Logits times the heat of their rows, as exponents of 2."""
     shape, heat = product.shape, heat * _LOG2_E
     if cap is None:
         return product * scale * _down(heat, shape)
@@ -417,7 +416,7 @@ def _block(given, out, scratch, *, scale, cap, is_warm, tiling, tiles, of_slot):
     mine = jax.lax.div(num_tiles - worker + (workers - 1), _whole(workers))
 
     def place_of(i):
-        """Tile of rows and tile of ids of this block's i-th."""
+        """Row tile, id tile and first id of this block's i-th tile."""
         tile = worker + i * workers
         row_tile = jax.lax.rem(tile, _whole(row_groups))
         id_tile = jax.lax.div(tile, _whole(row_groups))
@@ -425,7 +424,7 @@ def _block(given, out, scratch, *, scale, cap, is_warm, tiling, tiles, of_slot):
             row_tile = 2 * row_tile + peer
         if tiling.shared == "rows":
             id_tile = 2 * id_tile + peer
-        # The last tile begins early instead of ending late; shared ids belong to its neighbour.
+        # The last tile is moved left to end at V; ids of two tiles belong to the earlier one.
         start = pl.multiple_of(jnp.minimum(id_tile * ids, V - ids), _ID_MULTIPLE)
         return row_tile, id_tile, start
 
@@ -475,9 +474,9 @@ def _block(given, out, scratch, *, scale, cap, is_warm, tiling, tiles, of_slot):
         rows = row_tile * _CONSUMERS + warpgroup
         row = pl.multiple_of(rows * _ROWS, _ROWS)
         slot = codes = None
-        if "wide_codes" in given:  # loaded while the products are made
+        if "wide_codes" in given:  # loaded during the products
             slot = jax.lax.div(row, _whole(of_slot))
-            slot = jnp.minimum(slot, len(given["num_wide"]) - 1)  # of rows that fill up a tile
+            slot = jnp.minimum(slot, len(given["num_wide"]) - 1)  # padding rows have no slot
             codes = _codes(given, slot, start, ids)
         scales = None
         if "id_scales" in given:
@@ -533,7 +532,7 @@ def _block(given, out, scratch, *, scale, cap, is_warm, tiling, tiles, of_slot):
 
 
 def _restricted(logit, special, row, start, first, given) -> Array:
-    """Logits of a warpgroup's tile, whose ids begin at `start` and count from `first` on."""
+    """Restrict the logits of a tile whose ids begin at `start`; ids below `first` are excluded."""
     layout = plgpu.Layout.WGMMA
     by_row, by_id = layout.reduce(1), layout.reduce(0)
     shape = logit.shape
@@ -562,7 +561,7 @@ def _part(logit, start) -> Part:
     """The readout of a warpgroup's tile, whose ids begin at `start`."""
     shape, peak = (_ROWS, _CHUNK), logit.max(axis=1)
     token, mass, spread = _none(logit.shape[1])
-    for at in reversed(range(0, logit.shape[1], _CHUNK)):  # the lowest id is compared last and wins
+    for at in reversed(range(0, logit.shape[1], _CHUNK)):  # the lowest id comes last and wins
         part = logit[:, at : at + _CHUNK]
         token = jnp.where(part == _down(peak, shape), at, token)
         below = (part - _down(peak, shape)) * _LOG2_E
@@ -573,11 +572,12 @@ def _part(logit, start) -> Part:
 
 
 def _law_part(power, start, is_plain, weights, leaving) -> Part:
-    """The same of a law, whose logits are exponents of 2.
+    """`_part` of a law, whose logits are exponents of 2; also writes its weights.
 
     Args:
         is_plain: Rows whose weights are not relative to the tile's peak.
-        weights: Where they go, all ids of the warpgroup's rows, by way of `leaving`.
+        weights: Target of the weights of the warpgroup's rows.
+        leaving: Staging memory for the weights.
     """
     shape, peak = (_ROWS, _CHUNK), power.max(axis=1)
     lowered = None if is_plain is True else jnp.where(is_plain, 0.0, peak)
@@ -585,34 +585,34 @@ def _law_part(power, start, is_plain, weights, leaving) -> Part:
     for i, begin in enumerate(reversed(range(0, power.shape[1], _STEP))):
         wide = power[:, begin : begin + _STEP]
         weight = jnp.exp2(wide if lowered is None else wide - _down(lowered, wide.shape))
-        for at in reversed(range(0, _STEP, _CHUNK)):  # the lowest id is compared last and wins
+        for at in reversed(range(0, _STEP, _CHUNK)):  # the lowest id comes last and wins
             part, own = wide[:, at : at + _CHUNK], weight[:, at : at + _CHUNK]
             token = jnp.where(part == _down(peak, shape), begin + at, token)
             mass += own
             spread += own * (part - _down(peak, shape))
         piece = leaving.at[i % 2]
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # what was in there has left
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the previous contents have been copied
         piece[...] = weight.astype(piece.dtype)
         plgpu.commit_smem()
         place = pl.ds(pl.multiple_of(start + begin, _STEP), _STEP)
         plgpu.copy_smem_to_gmem(piece, weights.at[:, place])
-    # The peak's own weight, to the bit: so a sure law's mass is 1.
+    # The weight of the peak, bit for bit, so that the mass of a certain law is exactly 1.
     unit = jnp.exp2(peak if lowered is None else peak - lowered)
     return _summed(peak, token, start, mass, spread, unit)
 
 
 def _none(ids):
-    """A warpgroup's token, mass and spread before its first ids."""
+    """Initial token, mass and spread of a warpgroup."""
     layout, shape = plgpu.Layout.WGMMA, (_ROWS, _CHUNK)
     none = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
     return plgpu.layout_cast(jnp.full(shape, ids, jnp.int32), layout), none, none
 
 
 def _summed(peak, token, start, mass, spread, unit: Any = None) -> Part:
-    """What a thread's places say, brought together.
+    """Reduce over the columns of a thread and over threads to one `Part` a row.
 
     Args:
-        unit: What the sums of a law are multiples of, whose peak is an exponent of 2.
+        unit: For a law, whose peak is an exponent of 2, the unit of its sums.
     """
     layout = plgpu.Layout.WGMMA
     token += plgpu.broadcasted_iota(jnp.int32, token.shape, 1, layout=layout)
@@ -629,7 +629,7 @@ def _summed(peak, token, start, mass, spread, unit: Any = None) -> Part:
 
 
 def _codes(given, slot, start, ids):
-    """Wide classes of a tile's ids, by 32 of them; see `packed_codes`."""
+    """Wide classes of a tile's ids, 32 ids at a time; see `packed_codes`."""
     by_id, many = plgpu.Layout.WGMMA.reduce(0), 4 * CODE_STEP
     first = jax.lax.div(start, _whole(many))
 
@@ -642,7 +642,7 @@ def _codes(given, slot, start, ids):
 
 
 def _put_wide(logit, codes, row, start, id_tile, num_wide, out):
-    """Write a warpgroup's tile's largest logit of each wide class of its slot."""
+    """Write the largest logit of each wide class of the slot in a warpgroup's tile."""
     layout = plgpu.Layout.WGMMA
     shape = _ROWS, CODE_STEP
     rows = pl.ds(row, _ROWS)
@@ -662,7 +662,7 @@ def _put_wide(logit, codes, row, start, id_tile, num_wide, out):
                     part = logit[:, first : first + CODE_STEP]
                     differ = differs & np.uint32(0xFF << 8 * byte).astype(np.int32)
                     mine = jax.lax.broadcast_in_dim(differ, shape, [1]) == 0
-                    better = mine & (part > best)  # of equals the first
+                    better = mine & (part > best)  # ties keep the first
                     best, where = jnp.where(better, part, best), jnp.where(better, first, where)
                 return best, where
 
@@ -678,7 +678,7 @@ def _put_wide(logit, codes, row, start, id_tile, num_wide, out):
 
 
 def _put_narrow(logit, row, start, first, slot, given, out):
-    """Write a warpgroup's tile's logits of its slot's narrow ids, which count from `first` on."""
+    """Write the logits of the slot's narrow ids in a warpgroup's tile, from id `first` on."""
     rows, shape = pl.ds(row, _ROWS), (_ROWS, _CHUNK)
     layout = plgpu.Layout.WGMMA
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)

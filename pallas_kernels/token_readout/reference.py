@@ -1,4 +1,4 @@
-"""The reference: all logits at once. Any device."""
+"""The reference for any device; it writes all logits to memory."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ def _restricted(logits: Array, forbidden: Array, penalty: tuple[Array, Array] | 
 
 
 def _of_logits(logits: Array, num_top: int) -> tuple[TokenReadout, Array]:
-    """The readout, and the logarithm of the mass."""
+    """The readout of logits, and the logarithm of their mass."""
     peak = jnp.max(logits, axis=1)
     down = logits - peak[:, None]
     weight = jnp.exp(down)
@@ -105,21 +105,23 @@ def read_law(
 
 
 def of_law(law: Array, dtype: Any, best: tuple[Array, Array] | None = None) -> LawReadout:
-    """The readout of a law [R V] that is there, as logits.
+    """The readout of a law [R V], given as logits.
 
     Args:
-        best: Peak and token of more ids than these, from the first of these on; None: of these.
+        best: Peak and token if `law` holds only a part of the ids, with tokens counted from the
+            first id of the part; None: find them in `law`.
     """
     num_rows, num_ids = law.shape
     if best is None:
         best = jnp.max(law, axis=1), jnp.argmax(law, axis=1).astype(jnp.int32)
     peak, token = best
-    # By shares, all sums have one shape and one launch, which makes the rounded weights as well.
+    # Summed by shares, all sums have one shape and one launch, which also rounds the weights.
     wide = jnp.pad(law, ((0, 0), (0, -num_ids % SHARE)), constant_values=-jnp.inf)
     wide = wide.reshape(num_rows, -1, SHARE)
     down = wide - peak[:, None, None]  # NaN where nothing is allowed
     weight = jnp.exp(down)
-    # Fused, a law's highest value and its peak may be rounded apart, by more than all others weigh.
+    # Exclude the token by its id: in a fusion the highest value and the peak may round differently,
+    # by more than the mass of all other ids.
     ids = jnp.arange(wide.shape[1] * SHARE, dtype=jnp.int32).reshape(1, -1, SHARE)
     other = jnp.where(ids != token[:, None, None], weight, 0.0)
     spread = jnp.where(other > 0, other * down, 0.0)

@@ -9,12 +9,12 @@ from jaxtyping import Array, Float, Int
 
 
 class TokenReadout(NamedTuple):
-    """One row of each a hidden row; what no number is left of has a confidence that is none.
+    """Results by hidden row; confidence is not finite if a logit is NaN or all are forbidden.
 
     Attributes:
         token: The likeliest id.
         confidence: Its probability.
-        entropy: Of the law, in nats.
+        entropy: Entropy of the law, in nats.
         top_ids, top_probs: The likeliest ids and their probabilities, the likeliest first.
     """
 
@@ -26,16 +26,17 @@ class TokenReadout(NamedTuple):
 
 
 class LawReadout(NamedTuple):
-    """What the law of each row says, and the law itself.
+    """Statistics of the law of each row, and the law.
 
     Attributes:
         token: The likeliest id, the lowest of equals.
-        rest: Sum of `w = exp(logit - peak)` over all other ids, whose own is 1: a sure law's
-            entropy is smaller than the rounding of their sum. NaN where there is no number.
+        rest: Sum of `w = exp(logit - peak)` over all ids but the token, whose `w` is 1. It is kept
+            apart since the entropy of a near-certain law is below the rounding of the full sum.
+            NaN for a row without finite logits.
         spread: Sum of `w * (logit - peak)` over the same ids.
-        weights: `w / unit`, rounded to the head's type; 0 of forbidden ids.
-        shares: Sums of unrounded `w` of `SHARE` neighbouring ids.
-        unit: What weights of a row are multiples of.
+        weights: `w / unit`, rounded to the type of the head; 0 for forbidden ids.
+        shares: Sums of unrounded `w` over `SHARE` adjacent ids.
+        unit: Unit of the weights of each row.
     """
 
     token: Int[Array, " R"]
@@ -50,18 +51,17 @@ SHARE = 256  # ids
 
 
 class IdClasses(NamedTuple):
-    """Classes of ids that rows are read by as well, B slots of consecutive rows.
+    """Classes of ids to read, for B slots of consecutive rows.
 
     Attributes:
-        codes: Of each id: its place among the narrow ones, plus 1; or that of its class among the
-            wide ones, plus 1 and negative; or 0.
-        num_wide: Wide classes of a slot.
-        wide_codes, wide_among: The wide classes of ids, and which there are; see `packed_codes`.
-        narrow: Ids that are read one by one: of some steps of `ID_STEP` neighbours all, whether
-            they have a code or not, then others, rising.
-        narrow_from: Where the others of each step begin, and where the last one's end.
-        whole_step: A step's number, from 1, among those of which all ids are read; or 0.
-        wide: Numbers of the wide classes, of which only their count matters here.
+        codes: For each id 1 + its index in `narrow`, or minus (1 + index of its wide class), or 0.
+        num_wide: Number of wide classes of a slot.
+        wide_codes, wide_among: Packed wide classes of ids; see `packed_codes`.
+        narrow: Ids that are read individually: first all ids of some steps of `ID_STEP` adjacent
+            ids, with or without a code, then single ids in rising order.
+        narrow_from: Index in `narrow` of the first single id of each step, then the end.
+        whole_step: For each step 1 + its index among the steps that are read whole, or 0.
+        wide: Numbers of the wide classes; only their count matters here.
     """
 
     codes: Int[Array, "B V"]
@@ -75,14 +75,14 @@ class IdClasses(NamedTuple):
 
 
 ID_STEP = 64
-CODE_STEP = 8  # ids of which a byte of as many words tells
+CODE_STEP = 8  # words of a group: byte `b` of word `j` belongs to id `8 b + j`
 
 
 def packed_codes(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The wide classes of ids, by `IdClasses.codes`, four in a word, and which of 32 ids have.
+    """Pack the wide classes in `IdClasses.codes`, four ids a word, and the classes of each 32 ids.
 
-    Of 32 ids, byte `b` of word `j` is that of id `8 b + j`: its class's place, plus 1, or 0; and
-    bit `i` of the other word tells whether there is one of the class in place `i`.
+    Byte `b` of word `j` holds 1 + the wide class of id `8 b + j` of each 32 ids, or 0. Bit `i` of
+    the second result is set if class `i` occurs among the 32 ids.
     """
     wide = np.maximum(-codes, 0)
     wide = np.pad(wide, (0, -len(wide) % (4 * CODE_STEP))).reshape(-1, 4, CODE_STEP)
@@ -93,12 +93,12 @@ def packed_codes(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class IdReadout(NamedTuple):
-    """What rows say of such ids; what a slot has no id or class for is any number.
+    """The readout of `IdClasses`; entries without an id or class are arbitrary.
 
     Attributes:
-        narrow: Logits.
+        narrow: Logits of the narrow ids.
         wide: The largest logit of each wide class.
-        wide_token: Lowest id of the class that has it.
+        wide_token: Lowest id of the class with this logit.
         log_mass: Logarithm of the sum of `exp(logit)` over all ids.
     """
 
@@ -109,10 +109,10 @@ class IdReadout(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The contribution of a part of the vocabulary, one value per row, or per row and tile.
+    """Statistics of a part of the vocabulary, one value per row, or per row and tile.
 
     Attributes:
-        token: Lowest id that has the largest logit of this part.
+        token: Lowest id with the largest logit of this part.
         peak: That logit.
         mass: Sum of `w = exp(logit - peak)`; 0 where the peak is -inf.
         spread: Sum of `w * (logit - peak)`.
@@ -127,7 +127,7 @@ class Part(NamedTuple):
 def join(a: Part, b: Part) -> Part:
     """Merge two parts; ties go to the lowest id.
 
-    Source: Milakov and Gimelshein (arXiv 1805.02867), algorithm 3, with the entropy's sum beside.
+    Source: Milakov and Gimelshein (arXiv 1805.02867), algorithm 3, plus the sum for the entropy.
     """
     first = (a.peak > b.peak) | ((a.peak == b.peak) & (a.token < b.token))
     peak = jnp.maximum(a.peak, b.peak)
@@ -160,7 +160,7 @@ def joined(parts: Part) -> Part:
 
 
 def joined_maxima(value: Array, token: Array, axis: int) -> tuple[Array, Array]:
-    """The largest of an axis, and the lowest id that has it."""
+    """The largest value along an axis, and the lowest id with it."""
 
     def combine(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
         first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
@@ -177,7 +177,7 @@ def finish(
     peak, mass = whole.peak, whole.mass
     return TokenReadout(
         token=whole.token,
-        # The token's own logit is the peak. Where there is no number, the mass is none or 0.
+        # The token's logit is the peak. Without a finite logit the mass is NaN or 0.
         confidence=1.0 / mass,
         entropy=jnp.log(mass) - whole.spread / mass,
         top_ids=top_ids,

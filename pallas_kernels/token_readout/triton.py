@@ -1,10 +1,11 @@
-"""A Pallas Triton kernel for NVIDIA GPUs: the head's product, read out as it is made.
+"""A Pallas Triton kernel for NVIDIA GPUs: the head's product, read out without writing logits.
 
-A program is one tile of rows times one tile of ids. Its logits live in registers; what it writes is
-a `Part` a row, and XLA joins the parts in one pass. Up to 128 rows are one tile, so that the head
-is read from memory once; the tiles of more rows are neighbours, which read it from the cache.
+A program is one tile of rows times one tile of ids. Its logits stay in registers; it writes a
+`Part` for each row, and XLA joins the parts in one pass. Up to 128 rows are one tile, so that the
+head is read from memory once. With more rows, adjacent programs share ids and read the head from
+the cache.
 
-JAX has deprecated the Triton kind: no public type names it, and removing it is removing this file.
+JAX has deprecated Pallas Triton. No public type names it, so deleting this file removes it.
 """
 
 import dataclasses
@@ -19,20 +20,20 @@ from jaxtyping import Array
 from .head import Fp8Head
 from .result import IdClasses, IdReadout, Part, TokenReadout, finish, joined, joined_maxima
 
-_LEAST_SIDE = 16  # of a Triton product, in every dimension
+_LEAST_SIDE = 16  # least size of each dimension of a Triton product
 MAX_TOP = 4
 _LOG2_E = 1.4426950408889634
-_LEAST_DOWN = -200.0  # 2 to that is 0 in float32; 0 times it is 0, times -inf no number
+_LEAST_DOWN = -200.0  # 2**-200 is 0 in float32, and 0 times it is 0; 0 times -inf would be NaN
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """What one program computes; sides are powers of two.
+    """The tile of one program; sides are powers of two.
 
     Attributes:
         rows: Hidden rows.
-        ids: Words of the vocabulary.
-        depth: Components of a row taken in at a time.
+        ids: Ids of the vocabulary.
+        depth: Components of a row in one iteration.
     """
 
     rows: int = 128
@@ -42,7 +43,7 @@ class Tiling:
     num_stages: int = 3
 
     def fit(self, num_ids: int, width: int) -> "Tiling":
-        """Cut down to a vocabulary and to a depth that divides the rows' width."""
+        """Shrink the tile to the vocabulary and to a depth that divides the width of the rows."""
         depth = self.depth
         while width % depth:
             depth //= 2
@@ -78,7 +79,7 @@ def unsupported_arguments(hidden: Array, head: Array | Fp8Head, num_top: int) ->
 
 
 def choose_tiling(num_rows: int) -> Tiling:
-    """The tile measured to be fastest for so many rows; see `api.TRITON_ROWS`."""
+    """The tile measured to be fastest for this number of rows; see `api.TRITON_ROWS`."""
     if num_rows <= 32:
         rows = max(_LEAST_SIDE, pl.next_power_of_2(num_rows))
         return Tiling(rows=rows, ids=128, depth=128, num_warps=4, num_stages=3)
@@ -177,16 +178,16 @@ def _run(named, classes, *, scale, cap, num_top, tiling, interpret):
             num_warps=tiling.num_warps, num_stages=tiling.num_stages
         ),
         interpret=interpret,
-        name="token_readout",  # what `dllm_jax.bench.head` looks for
+        name="token_readout",  # `dllm_jax.bench.head` searches for this name
     )(*named.values())
     parts = dict(zip(shapes, out, strict=True))
     of_ids = {n: parts.pop(n) for n in ("narrow", "wide", "wide_token") if n in parts}
-    # Of equal logits `top_k` takes the first: tiles and what each names come by rising id.
+    # Of equal logits `top_k` takes the first, and candidates are sorted by id.
     if num_top:
         among = parts.pop("top_logits").reshape(R, -1)
         top_logits, place = jax.lax.top_k(among, num_top)
         top_ids = jnp.take_along_axis(parts.pop("top_ids").reshape(R, -1), place, axis=1)
-        top_ids = jnp.minimum(top_ids, V - 1)  # of a row that holds no numbers
+        top_ids = jnp.minimum(top_ids, V - 1)  # a row of NaN has no valid id
     else:
         top_logits, top_ids = jnp.zeros((R, 0), jnp.float32), jnp.zeros((R, 0), jnp.int32)
     whole = joined(Part(**parts))
@@ -210,7 +211,7 @@ def _read(given, out, *, logit_of, num_top, tiling):
     tile = pl.program_id(1)
     place = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
     row = jnp.minimum(place, R - 1)
-    # The last tile begins early instead of ending late; shared ids belong to its neighbour.
+    # The last tile is moved left to end at V; ids of two tiles belong to the earlier one.
     start = jnp.minimum(tile * ids, head.shape[0] - ids)
     token = start + jnp.arange(ids, dtype=jnp.int32)
 
@@ -236,7 +237,7 @@ def _read(given, out, *, logit_of, num_top, tiling):
         logit -= jnp.where(token[None, :] == which[:, None], wide(amount[:, None]), 0.0)
 
     def lowest(where):
-        """The lowest id of each row that is `where`."""
+        """The lowest id of each row that satisfies `where`."""
         return jnp.min(jnp.where(where, wide(token[None, :]), jnp.iinfo(jnp.int32).max), axis=1)
 
     def put(name, values, *column):
@@ -246,7 +247,7 @@ def _read(given, out, *, logit_of, num_top, tiling):
     peak = jnp.max(logit, axis=1)
     put("token", lowest(logit == peak[:, None]), tile)
     put("peak", peak, tile)
-    # Rows of -inf only have no mass; NaN is kept for the merge.
+    # Rows of nothing but -inf have no mass; NaN is kept for the merge.
     down = (logit - jnp.where(peak == -jnp.inf, 0.0, peak)[:, None]) * _LOG2_E
     weight = jnp.exp2(down)
     put("mass", jnp.sum(weight, axis=1), tile)
@@ -279,10 +280,10 @@ def _read(given, out, *, logit_of, num_top, tiling):
 
 
 def _codes(given, row, start, token, tiling):
-    """Codes of a tile's ids, by row, and the most wide classes that its rows have."""
+    """Codes of a tile's ids, by row, and the largest number of wide classes of its rows."""
     (B, _), R = given["codes"].shape, given["hidden"].shape[0]
     of_slot, wide = R // B, (tiling.rows, tiling.ids)
-    if B == 1 or of_slot % tiling.rows == 0:  # all rows are of one slot
+    if B == 1 or of_slot % tiling.rows == 0:  # all rows belong to one slot
         slot = jnp.int32(0) if B == 1 else pl.program_id(0) * tiling.rows // of_slot
         code = pltriton.load(given["codes"].at[slot, pl.ds(start, tiling.ids)])
         code, most = code[None, :], pltriton.load(given["num_wide"].at[slot])
