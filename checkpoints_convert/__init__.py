@@ -1,14 +1,14 @@
 """Checkpoints in and out: Hugging Face folders to parameter trees, Orbax folders and back.
 
-The modules here take the model families as an argument. The public functions are those of
-`dllm_jax.loading.checkpoints`, which fills it in; they are imported when they are first used.
+The modules here take the model families as an argument, which `dllm_jax.loading.checkpoints` fills
+in. The public functions are those of that module, imported at first use.
 """
 
 import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-__path__ = [os.path.realpath(folder) for folder in __path__]  # not through a link: ADR 0016
+__path__ = [os.path.realpath(folder) for folder in __path__]  # no link: ADR 0016
 
 if __name__ == "checkpoints_convert":  # the same modules under the folder's name
     from dllm_jax.short_names import share_modules

@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _tell(args: argparse.Namespace) -> int:
-    """Print the report and the size of the conversion, from headers alone."""
+    """Print the report and the size of the conversion, reading only headers."""
     report = inspect(args.src, lora=args.lora, allow_extra=args.allow_extra)
     print(report)
     if not report.is_ok:
@@ -43,7 +43,7 @@ def _tell(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    """Convert with a progress bar of bytes."""
+    """Convert, with a progress bar that counts bytes."""
     with tqdm(unit="B", unit_scale=True, desc="reading") as bar:
 
         def advance(done: int, total: int) -> None:

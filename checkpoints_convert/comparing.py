@@ -1,4 +1,4 @@
-"""The tensors that a config requires against those in the headers: every difference, in words."""
+"""Comparison of the tensors that a config requires with those in the headers of the files."""
 
 import dataclasses
 import re
@@ -11,8 +11,8 @@ from .shards import Stored
 from .tensor_names import IGNORED, Table
 
 _LAYER = re.compile(r"(?:layers|blocks)\.(\d+)\.")
-# Multi-token-prediction layers, which block decoding does not use: their names, and tensors that
-# only they have where they are numbered after the others.
+# Multi-token-prediction layers, which block decoding does not use. Some have their own names;
+# others are numbered after the last layer and recognised by tensors that only they have.
 _NEXT_TOKENS = re.compile(r"(.*\.)?(mtp\w*|nextn\w*)(\..*)?")
 _OF_NEXT_TOKENS = re.compile(r".*\.(eh_proj|enorm|hnorm)\..*")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -39,7 +39,7 @@ def compare(
     asked: Asked, held: Mapping[str, Stored], *, allow_extra: bool
 ) -> tuple[list[str], list[str]]:
     """Problems and notes: missing, superfluous and wrong tensors."""
-    if not held:  # already a problem
+    if not held:  # reported elsewhere
         return [], []
     wanted = tensor_shapes(asked.places)
     problems = _missing(asked, [name for name in wanted if name not in held])
@@ -82,7 +82,7 @@ def _missing(asked: Asked, missing: list[str]) -> list[str]:
 
 
 def _extra(asked: Asked, names: list[str]) -> tuple[list[str], list[str]]:
-    """Superfluous tensors that only need a note, and the others."""
+    """Split superfluous tensors into those that only need a note, and the others."""
     past = asked.cfg.num_layers
     further = {past + i for i in range(asked.further_layers)}
     further |= {n for name in names if _OF_NEXT_TOKENS.match(name) and (n := _layer(name)) >= past}
@@ -106,7 +106,7 @@ def _layer(name: str) -> int:
 
 
 def _out_of_place(asked: Asked, extra: list[str]) -> tuple[list[str], list[str]]:
-    """Problems of tensors that the family knows, and the names that it does not know."""
+    """Problems of tensors that the family knows, and names that it does not know."""
     rules = asked.table.every_rule()
     found: dict[str, list[str]] = {}
     unknown: list[str] = []
@@ -156,7 +156,7 @@ def _wrong(table: Table, name: str, shape: Shape, tensor: Stored) -> Iterable[st
 
 
 def _short(names: Iterable[str]) -> str:
-    """Names for a message; those that differ only in the expert's number are counted."""
+    """Names for a message; names that differ only in the number of the expert are counted."""
     counts: dict[str, int] = {}
     for name in names:
         key = _EXPERT.sub(".experts.*.", name)

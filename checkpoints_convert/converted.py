@@ -4,8 +4,8 @@
     DST/meta.json       format, family, config, defaults, dtype, source digests
     DST/tokenizer.json  and the other tokenizer files of the source
 
-Orbax writes the parameters; importing it takes a second. Each leaf is one plain array in one file,
-which is read as any other, so reading and inspecting do not need Orbax.
+Orbax writes the parameters. Each leaf is one plain array in one file, so reading and inspecting do
+not need Orbax, whose import takes a second.
 """
 
 import contextlib
@@ -37,10 +37,10 @@ from .tokenizer_files import present, read_json
 
 PARAMS = "params"  # the folder of the weights
 _VERSION = 3
-_SETTLE_S = 1.0  # for writes under way when one has failed
-_SHOWN = 5  # damaged leaves that are listed one by one
+_SETTLE_S = 1.0  # wait for running writes after one has failed
+_SHOWN = 5  # damaged leaves that are listed individually
 AGAIN = "convert the checkpoint again"
-# Orbax's header of an array that is neither chunked nor compressed, without shape and type.
+# Orbax's header, without shape and type, of an array that is neither chunked nor compressed.
 _PLAIN = {
     "zarr_format": 2,
     "order": "C",
@@ -55,7 +55,7 @@ def save(params: Any, report: Report, folder: Path) -> None:
 
     Args:
         params: NumPy arrays in the tree of the network.
-        report: On the checkpoint they came from.
+        report: The report on the source checkpoint.
     """
     _write_params(params, folder.absolute() / PARAMS)
     for name in report.tokenizer_files:
@@ -87,11 +87,11 @@ def restore(
 
     Args:
         dtype: Type of the result; "auto" is the stored one.
-        progress: Called with bytes read so far and in all, after each piece.
-        keep, cut: As of `copy_tree`.
+        progress: Called after each piece with the bytes read so far and in total.
+        keep, cut: As in `copy_tree`.
 
     Raises:
-        ConversionError: With every NaN, Inf and overflow found.
+        ConversionError: The values have NaN, Inf or overflows; lists all of them.
     """
     report.require_ok()
     stored = as_dtype(str(report.dtype))
@@ -111,7 +111,7 @@ def restore(
 
 
 def describe(folder: Path, source: str, networks: Networks) -> Report:
-    """The report on a converted folder, from its `meta.json` and the sizes of its files."""
+    """Report on a converted folder, from its `meta.json` and the sizes of its files."""
     report = Report(source=source, folder=folder, kind="converted")
     try:
         meta = read_json(folder / META, AGAIN)
@@ -149,7 +149,7 @@ def describe(folder: Path, source: str, networks: Networks) -> Report:
 
 
 def leaf_shapes(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by the names of their folders: keys and indices joined by points."""
+    """The leaves of a tree by the names of their folders: keys and indices joined by dots."""
     util: Any = jax.tree_util  # only partly typed
     leaves = util.tree_leaves_with_path(tree)
     return {util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
@@ -174,7 +174,7 @@ def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
 
 
 def _damage(params: Path, shapes: Mapping[str, Any]) -> Iterator[str]:
-    """Leaves that are not stored as `save` does: one file that holds the array and no more."""
+    """Problems of leaves that are not stored as `save` does: one file with only the array."""
     for name, leaf in shapes.items():
         folder, want = params / name, _bytes(leaf)
         files = folder.iterdir() if folder.is_dir() else ()
@@ -202,7 +202,7 @@ def _damage(params: Path, shapes: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _first(problems: Iterable[str]) -> Iterator[str]:
-    """The first of many problems, and the number of the others."""
+    """The first problems, and the number of the others."""
     problems = list(problems)
     yield from problems[:_SHOWN]
     if len(problems) > _SHOWN:
@@ -215,14 +215,15 @@ def _digest(path: Path) -> str:
 
 
 def _file(report: Report, name: str, ndim: int) -> Path:
-    """The file of a leaf's one chunk."""
+    """The file of the only chunk of a leaf."""
     return report.folder / PARAMS / name / ".".join("0" * ndim)
 
 
 def _write_params(params: Any, path: Path) -> None:
-    """Write with Orbax, one uncompressed file a leaf, straight from our arrays.
+    """Write with Orbax, one uncompressed file a leaf, without copying the arrays.
 
-    By default Orbax first copies the whole tree; and bfloat16 weights compress by a fifth only.
+    By default Orbax copies the whole tree first and compresses, but bfloat16 weights shrink only by
+    a fifth.
     """
     import orbax.checkpoint  # pyright: ignore[reportMissingTypeStubs]
 
@@ -241,7 +242,7 @@ def _write_params(params: Any, path: Path) -> None:
 def quiet() -> Generator[None, None, None]:
     """Suppress Orbax's log lines; one of them warns of missing files that are not needed.
 
-    A failed write is raised, but the others go on behind it and print a traceback each.
+    A failed write raises, but the others continue in the background and print a traceback each.
     """
     logger = logging.getLogger("absl")
     level = logger.level

@@ -1,8 +1,8 @@
 """Copying stored tensors into preallocated arrays, in pieces, by several threads.
 
 A piece is read into a few megabytes of scratch memory, checked, cast and written to its place, so
-the peak is the result and little more. The result does not depend on the threads; progress is
-reported in the order of the copies.
+that peak memory is little more than the result. The result does not depend on the number of
+threads; progress is reported in the order of the copies.
 """
 
 import contextlib
@@ -27,18 +27,18 @@ from .rules import Array, Shape
 Progress = Callable[[int, int], None]
 KeyPath = tuple[str | int, ...]
 Keep = Callable[[KeyPath, Any], Any]
-# Of a leaf's key path and shape: the rows [first, end) in which it is read; None: whole.
+# Takes the key path and shape of a leaf; returns ranges of rows to read, or None for all at once.
 Cut = Callable[[KeyPath, Shape], "list[tuple[int, int]] | None"]
-_Made = tuple[int, str | None]  # bytes of a piece, and what is wrong with it
+_Made = tuple[int, str | None]  # bytes of a piece, and its problem
 
-_PIECE_BYTES = 2 << 20  # about what the caches of a core hold
+_PIECE_BYTES = 2 << 20  # fits the caches of a core
 _LINE = 64  # bytes of a cache line
-_MOST_BUFFERS = 1024  # IOV_MAX of Linux: buffers that one read fills
-_MOST_THREADS = 16  # more do not read faster: memory is the limit
+_MOST_BUFFERS = 1024  # buffers of one read: IOV_MAX of Linux
+_MOST_THREADS = 16  # more do not read faster, since memory bandwidth is the limit
 
 
 class Numbers(Protocol):
-    """Numbers of a tensor that are computed while it is copied."""
+    """A source of numbers that are computed while a tensor is copied."""
 
     def __call__(self, start: int, count: int) -> Array:
         """`count` elements from number `start` on, in C order and float32."""
@@ -47,15 +47,15 @@ class Numbers(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """One stored tensor, or rows of one, and where it goes.
+    """One stored tensor, or rows of one, and its target.
 
     Attributes:
-        name: The tensor's name, for messages.
-        offset: Byte of the file where it starts.
+        name: Name of the tensor, for messages.
+        offset: Byte of the file where the tensor starts.
         dtype: Type of the stored elements.
-        target: Where it goes, in the axis order of the file.
+        target: Array to fill, in the axis order of the file.
         update: Added in float32 before the one cast to the type of `target`.
-        source: Read in place of the file's own elements, which then are of another form.
+        source: Read instead of the elements of the file, which are then in another form.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """A consecutive part of a copy: its elements from `start` on go to `target`."""
+    """A contiguous part of a copy: its elements from `start` on go to `target`."""
 
     copy: Copy
     start: int
@@ -85,10 +85,10 @@ def copy_all(copies: Iterable[Copy], progress: Progress | None = None) -> list[s
     """Make all copies.
 
     Args:
-        progress: Called with bytes read so far and in all, after each piece.
+        progress: Called after each piece with the bytes read so far and in total.
 
     Returns:
-        Problems of the values, in words, in the order of the copies.
+        Messages about problems of the values, in the order of the copies.
 
     Raises:
         OSError: If a file cannot be read or is too short.
@@ -118,17 +118,19 @@ def copy_tree(
     cut: Cut | None = None,
     order_of: Callable[[KeyPath], tuple[int, ...] | None] = lambda _: None,
 ) -> tuple[Any, list[str]]:
-    """A tree of arrays, filled from files, and the problems of their values.
+    """Fill a tree of arrays from files; returns it and the problems of the values.
 
     Args:
         shapes: A tree of shapes and types.
-        copies_of: The key path of a leaf, an array of its shape or of some of its rows, and the
-            first of them, to the copies that fill it.
-        progress: As of `copy_all`.
-        keep: Called with each leaf's key path and the leaf; what it returns is in the tree, and one
-            leaf at a time is in memory. None: every leaf, in the order of the files.
-        cut: `keep` gets an iterator over such parts of a leaf, of which one at a time is in memory.
-        order_of: Of a leaf's key path, its axes in the order in which `keep` gets it in memory.
+        copies_of: Called with the key path of a leaf, an array for it or for some of its rows, and
+            the index of the first row; returns the copies that fill the array.
+        progress: As in `copy_all`.
+        keep: Called with the key path and the array of each leaf; its result becomes the leaf, and
+            one array at a time is in memory. None: return all arrays, read in the order of the
+            files.
+        cut: Ranges of rows of a leaf; `keep` then gets an iterator over arrays of these rows, of
+            which one at a time is in memory.
+        order_of: Called with the key path of a leaf; returns its axes in memory order for `keep`.
     """
     util: Any = jax.tree_util  # only partly typed
     found, tree = util.tree_flatten_with_path(shapes)
@@ -145,7 +147,7 @@ def copy_tree(
         ]
         copies.sort(key=lambda copy: (copy.path, copy.offset))
         return util.tree_unflatten(tree, arrays), copy_all(copies, progress)
-    # Arrays without memory have the sizes.
+    # Arrays without memory, to compute sizes.
     numpy: Any = np  # only partly typed
     empty = [numpy.broadcast_to(np.zeros((), shape.dtype), shape.shape) for _, shape in leaves]
     sizes = [
@@ -189,7 +191,7 @@ def copy_tree(
 
 
 def _empty(shape: Any, order: tuple[int, ...] | None) -> Array:
-    """An array whose axes lie in memory in this order."""
+    """An uninitialised array with this memory order of axes."""
     if order is None:
         return np.empty(shape.shape, shape.dtype)
     places = sorted(range(len(order)), key=order.__getitem__)
@@ -204,7 +206,7 @@ def _opened(paths: Iterable[Path]) -> Generator[dict[Path, int], None, None]:
 
 
 def _in_order(jobs: Iterable[Callable[[], _Made]]) -> Generator[_Made, None, None]:
-    """The results of all jobs in their order; a few jobs run at a time."""
+    """Results of all jobs, in order; a few jobs run at a time."""
     threads = _num_threads()
     waiting = deque[Future[_Made]]()
     with ThreadPoolExecutor(threads) as pool:
@@ -229,7 +231,7 @@ def _num_threads() -> int:
 
 
 def _pieces(copy: Copy) -> Iterator[_Piece]:
-    """Cut a copy along the first axis of which a few steps fit the scratch memory."""
+    """Cut a copy along the first axis with steps that fit the scratch memory."""
     target, item = _merged(copy.target), copy.dtype.itemsize
     axis = 0
     while axis < target.ndim - 2 and _inner(target.shape, axis) * item > _PIECE_BYTES:
@@ -245,7 +247,7 @@ def _pieces(copy: Copy) -> Iterator[_Piece]:
 
 
 def _merged(x: Array) -> Array:
-    """The same elements in the same order, with as few axes as they can be reached by."""
+    """A view of the same elements in the same order, with as few axes as possible."""
     shape = [x.shape[-1]]
     for axis in reversed(range(x.ndim - 1)):
         if x.strides[axis] == x.strides[axis + 1] * x.shape[axis + 1]:
@@ -261,7 +263,7 @@ def _inner(shape: Shape, axis: int) -> int:
 
 
 def _make(piece: _Piece, files: dict[Path, int], scratch: "_Scratch") -> _Made:
-    """Read one piece to its place."""
+    """Read one piece into its target."""
     copy, target = piece.copy, piece.target
     item, width = copy.dtype.itemsize, target.shape[-1]
     offset = copy.offset + piece.start * item
@@ -316,10 +318,10 @@ class _Scratch(threading.local):
     def rows(
         self, use: str, count: int, width: int, dtype: np.dtype[Any]
     ) -> tuple[Array, list[memoryview]]:
-        """An array [count, width], and the buffers that are its rows.
+        """An array [count, width], and its rows as buffers.
 
-        Rows are an odd number of cache lines apart. With a power of two the elements of a column
-        would share a few cache sets, and writing column by column would take three times as long.
+        The row stride is an odd number of cache lines. With a power of two the elements of a column
+        would share a few cache sets, and writing by columns would take three times as long.
         """
         used = width * dtype.itemsize
         stride = (-(-used // _LINE) | 1) * _LINE

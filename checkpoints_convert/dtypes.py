@@ -29,7 +29,7 @@ def as_dtype(name: str) -> np.dtype[Any]:
     """The NumPy type called `name`.
 
     Raises:
-        ValueError: For a name that is no weight type.
+        ValueError: `name` is no weight type.
     """
     if name not in _NAMES:
         raise ValueError(f"dtype={name!r} is not supported; use one of {', '.join(_NAMES)}")

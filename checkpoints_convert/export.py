@@ -19,22 +19,22 @@ from .tensor_names import Table
 
 WriteLeaf = Callable[[KeyPath, Any], None]
 
-_SCALE = "_scale"  # behind the name of a matrix
-_ALIGNMENT = 8  # the header's length is a multiple of it, and stored in so many bytes
+_SCALE = "_scale"  # suffix of the name of a matrix
+_ALIGNMENT = 8  # bytes: the header is padded to a multiple, and its length takes as much
 
 
 def write_folder(
     params: Any, shapes: Any, folder: Path, table: Table, config: Mapping[str, Any]
 ) -> None:
-    """Write `model.safetensors` and `config.json`; other files of the folder stay as they are.
+    """Write `model.safetensors` and `config.json`; other files of the folder are unchanged.
 
-    Each file is written beside its place and renamed, the weights first. An interrupted export
-    leaves the old file or the new one, never half of one.
+    Each file is written under a temporary name and renamed, the weights first. An interrupted
+    export leaves the complete old file or the complete new one.
 
     Args:
         params: The network's tree, on any device.
         shapes: Shapes and stored types of the tree.
-        folder: Made where it is missing.
+        folder: Target folder, created if it is missing.
         table: The tensor names to write.
         config: The entries of `config.json`.
     """
@@ -59,15 +59,16 @@ def fp8_folder(
     """Write FP8-dynamic of compressed-tensors, leaf by leaf, in any order.
 
     Args:
-        folder: An empty one.
-        places: The tensors, each of them a matrix where it is in 8 bits.
+        folder: An empty folder.
+        places: The tensors; those in 8 bits must be matrices.
         shapes: Shapes and stored types of the tree in 16 bits.
-        small: Leaves in 8 bits, which come as `Scaled`: e4m3, a float32 scale for each output.
-        table: Whose head stays unless it is small, also where it is tied and no tensor.
+        small: Leaves in 8 bits, given as `Scaled`: e4m3 with a float32 scale for each output.
+        table: Names of the family. Its head is listed as 16-bit unless it is in `small`, even if it
+            is tied and has no tensor.
         config: The entries of the source's `config.json`.
 
     Yields:
-        Called with the key path of every leaf and the leaf, a NumPy array or `Scaled`.
+        A function to call with the key path and the value of every leaf: a NumPy array or `Scaled`.
     """
     kept = {name for name, shape in tensor_shapes(places).items() if len(shape) == 2}
     kept |= {table.lm_head, *table.kept}
@@ -84,10 +85,10 @@ def fp8_folder(
 def tensors_of(
     places: Sequence[Placement], shapes: Any, small: Container[KeyPath] = ()
 ) -> list[Tensor]:
-    """Name, shape and type of every tensor of a file, in their order in it.
+    """Name, shape and type of every tensor of a file, in file order.
 
     Args:
-        places, shapes, small: As of `fp8_folder`.
+        places, shapes, small: As in `fp8_folder`.
     """
     kinds: dict[str, np.dtype[Any]] = {
         place.name: E4M3 if place.path in small else np.dtype(find(shapes, place.path).dtype)
@@ -98,14 +99,14 @@ def tensors_of(
         held.append((name, shape, kinds[name]))
         if kinds[name] == E4M3:
             held.append((name + _SCALE, (shape[0], 1), STORED["F32"]))
-    return sorted(held, key=lambda one: (-one[2].itemsize, one[0]))  # so that all are aligned
+    return sorted(held, key=lambda one: (-one[2].itemsize, one[0]))  # keeps all aligned
 
 
 @contextlib.contextmanager
 def _leaves(
     path: Path, places: Sequence[Placement], shapes: Any, small: Container[KeyPath] = ()
 ) -> Generator[WriteLeaf, None, None]:
-    """A safetensors file, leaf by leaf: its own writer would hold all tensors."""
+    """Write a safetensors file leaf by leaf; the library's writer would hold all tensors."""
     parts: dict[KeyPath, list[Placement]] = {}
     for place in places:
         parts.setdefault(place.path, []).append(place)
@@ -113,7 +114,7 @@ def _leaves(
     kinds = {name: kind for name, _, kind in held}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     typed = {**{kind: key for key, kind in STORED.items()}, E4M3: "F8_E4M3"}
-    first: dict[str, int] = {}  # byte of each tensor
+    first: dict[str, int] = {}  # first byte of each tensor
     end = 0
     for name, shape, kind in held:
         first[name], end = end, end + math.prod(shape) * kind.itemsize
@@ -138,7 +139,7 @@ def _leaves(
 def _tensors(
     place: Placement, leaf: Any, kind: np.dtype[Any]
 ) -> Iterator[tuple[str, Array, np.dtype[Any]]]:
-    """Name, numbers and type of what a leaf gives a tensor, and its scales."""
+    """Name, numbers and type of the tensor that a leaf fills, and of its scales."""
     if not isinstance(leaf, Scaled):
         yield place.name, place.part.view(np.asarray(leaf)), kind
         return

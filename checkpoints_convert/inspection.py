@@ -1,8 +1,8 @@
-"""Inspecting a checkpoint without loading it: family, sizes and every problem.
+"""Inspection of a checkpoint without loading it: family, sizes and every problem.
 
 Data flow: folder -> config and tokenizer facts -> family and shapes -> headers of the shards ->
-differences. `weights` checks what needs the values: NaN, and a tied head that is no copy of the
-embedding. A converted folder is described from its `meta.json`.
+differences. `weights` makes the checks that need values: NaN, and a tied head that is no copy of
+the embedding. A converted folder is described from its `meta.json`.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from .tensor_names import Table
 from .tokenizer_files import present, read_facts, read_json
 from .weights import has_own_head
 
-# Weights next to the shards that are not read, although the model depends on them; by family.
+# By family: weights outside the shards that are not read, although the model depends on them.
 _UNO, _MIMO = "adapter/adapter_config.json", "mask_embedding.pt"
 _OUTSIDE = {
     ("sdar", _UNO): f"{_UNO} makes this Uno, whose adapter is on while it drafts and off while it "
@@ -37,7 +37,7 @@ _OUTSIDE = {
     ("dflash", _MIMO): f"{_MIMO} replaces a row of the target's embedding (MiMo), which is not "
     "supported; use a draft whose mask is a row of that",
 }
-_MOST_EXPERTS = 100_000  # of all layers, beyond what the files have tensors for
+_MOST_EXPERTS = 100_000  # allowed over all layers beyond those with tensors in the files
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -82,7 +82,7 @@ def _described(report: Report, networks: Networks, allow_extra: bool) -> Report:
     known = len(problems)
     scheme, packed = _unpack(folder, shards, problems, notes)
     small = quantised(shards.tensors, scheme is not None)
-    problems += small if len(problems) == known else []  # one line is enough
+    problems += small if len(problems) == known else []  # skip consequences of earlier problems
     places: tuple[Placement, ...] = ()
     if param_shapes is not None and (text := _too_many(param_shapes(np.float32), shards.tensors)):
         problems.append(text)
@@ -124,7 +124,7 @@ def _described(report: Report, networks: Networks, allow_extra: bool) -> Report:
 def _unpack(
     folder: Path, shards: Shards, problems: list[str], notes: list[str]
 ) -> tuple[Scheme | None, dict[str, Packed]]:
-    """How matrices are stored in fewer bits; `shards` then names them as in 16 bits."""
+    """The scheme and the packed matrices of a folder; renames them in `shards` as in 16 bits."""
     try:
         config = read_json(folder / "config.json")
         scheme = read_scheme(folder, config)
@@ -203,7 +203,7 @@ def _read_config(folder: Path, networks: Networks, problems: list[str]) -> Any:
 def _asked(
     folder: Path, parsed: Any, table: Table, shapes: Any, held: Mapping[str, Stored]
 ) -> Asked:
-    """The tensors that the config requires, in the form that the headers have."""
+    """The tensors that the config requires, in the form found in the headers."""
     places = placements(table.rules_for(held), shapes)
     further = read_json(folder / "config.json").get("num_nextn_predict_layers")
     further_layers = further if isinstance(further, int) and further > 0 else 0
@@ -211,9 +211,9 @@ def _asked(
 
 
 def _too_many(shapes: Any, held: Mapping[str, Stored]) -> str | None:
-    """A problem where the config has far more experts than the files have tensors.
+    """A problem if the config has far more experts than the files have tensors.
 
-    Checked before a name is made for each of them.
+    Checked first, since the next step makes a name for each expert.
     """
     leaves = [layer["experts_down"] for layer in shapes["layers"] if "experts_down" in layer]
     experts = sum(leaf.shape[0] for leaf in leaves)
@@ -226,7 +226,7 @@ def _too_many(shapes: Any, held: Mapping[str, Stored]) -> str | None:
 
 
 def _folder_name(folder: Path) -> str:
-    """The name of a checkpoint: its folder's, or in the hub's cache the folder two levels up."""
+    """The name of a checkpoint: that of its folder, or in the hub's cache two levels up."""
     folder = folder.resolve()
     return folder.parent.parent.name if folder.parent.name == "snapshots" else folder.name
 

@@ -1,7 +1,7 @@
-"""LoRA adapters in PEFT's form: the matrices that one changes, the updates, and every problem.
+"""LoRA adapters in PEFT's form: the changed matrices, their updates, and every problem.
 
-`W' = W + scale * B @ A`, on the matrix as the file holds it, before it goes to its place. The
-names in the adapter's file decide what is changed; `target_modules` is not read.
+`W' = W + scale * B @ A` applies to the matrix as stored, before it is placed in the tree. The names
+in the adapter's file decide which matrices change; `target_modules` is not read.
 
 Source: Hu et al. 2021 (LoRA), eq. 3; Kalajdzievski 2023 (rsLoRA), eq. 8.
 """
@@ -30,8 +30,8 @@ _LONGEST_PATTERN = 1000
 _NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?(?:\.weight)?"
 )
-# Entries that ask for more than a product added to a matrix (unless null, false or empty), and why
-# they are refused.
+# Entries that require more than adding a product to a matrix (unless null, false or empty), and
+# the reason to refuse them.
 _MORE = {
     "use_dora": "DoRA also scales the columns of the merged matrix",
     "lora_bias": "B has a bias, which ours have not",
@@ -45,11 +45,11 @@ _MORE = {
     "megatron_config": "its layers are Megatron's",
     "arrow_config": "it chooses among adapters at run time",
 }
-# Initialisations that leave the base as it is: A is drawn, and B or the product is zero. All others
-# (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) take the product off the base, which is then another one.
+# Initialisations that do not change the base: A is drawn, and B or the product is zero. All others
+# (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) subtract the product from the base.
 _STARTS = ("gaussian", "eva", "orthogonal")
-# Entries that are read, or that change no number of the product: which modules have one (the names
-# in the file say it), the training, and settings of initialisations.
+# Entries that are read or do not affect the product: the choice of modules (the names in the file
+# decide), training, and settings of initialisations.
 _KNOWN = frozenset(
     [
         "peft_type",
@@ -101,7 +101,7 @@ class Factors:
     """The update of one matrix, a `copying.Numbers`.
 
     Attributes:
-        read: Gives a tensor of the adapter, in float32.
+        read: Returns a tensor of the adapter in float32.
         width: Columns of the changed matrix.
         is_transposed: The matrix is stored input first.
     """
@@ -124,7 +124,7 @@ class Factors:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """What `read_adapter` found; `factors` by the name of the tensor that they change."""
+    """The result of `read_adapter`; `factors` by the name of the tensor that they change."""
 
     facts: AdapterFacts | None = None
     factors: Mapping[str, Factors] = dataclasses.field(default_factory=dict[str, Factors])
@@ -225,12 +225,12 @@ def _refusals(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unread(config: Mapping[str, Any]) -> list[str]:
-    """Entries that say something and that nothing here reads."""
+    """Entries with a value that nothing here reads."""
     return sorted(key for key in config if config[key] and key not in _KNOWN and key not in _MORE)
 
 
 def _pairs(tensors: Mapping[str, Stored], problems: list[str]) -> dict[str, tuple[Stored, Stored]]:
-    """A and B of each module that has both; everything else is a problem."""
+    """A and B of each module with both; every other tensor is a problem."""
     pairs: dict[str, dict[str, Stored]] = {}
     unknown: list[str] = []
     for name, stored in tensors.items():
@@ -259,7 +259,7 @@ def _pairs(tensors: Mapping[str, Stored], problems: list[str]) -> dict[str, tupl
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int, until: float) -> float:
-    """The factor of a module's product: alpha / r, or alpha / sqrt(r) of rsLoRA."""
+    """The factor of a module's product: alpha / r, or alpha / sqrt(r) for rsLoRA."""
     stated = _of_module(config, "rank_pattern", module, config.get("r"), until)
     alpha = _of_module(config, "alpha_pattern", module, config.get("lora_alpha"), until)
     if stated != rank:
@@ -270,7 +270,7 @@ def _scale(config: Mapping[str, Any], module: str, rank: int, until: float) -> f
 
 
 def _of_module(config: Mapping[str, Any], key: str, module: str, usual: Any, until: float) -> Any:
-    """A module's own value: of the first pattern that its name ends with, as in PEFT."""
+    """The value of a module: that of the first pattern that ends its name, as in PEFT."""
     for pattern, value in json_object(config.get(key)).items():
         try:
             left = until - time.thread_time()
@@ -296,7 +296,7 @@ def _rank(module: str, down: Shape, up: Shape) -> int:
 
 
 def _check_shape(module: str, factors: Factors, base: Shape) -> None:
-    """The product must be of the shape of the matrix it is added to."""
+    """Require the product to have the shape of its matrix."""
     product = (factors.up.shape[0], factors.down.shape[1])
     if factors.is_transposed:
         product = product[::-1]

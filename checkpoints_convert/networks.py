@@ -1,4 +1,4 @@
-"""What conversion needs to know of the model families, as arguments."""
+"""The functions of the model families that conversion needs, passed as arguments."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from .tensor_names import Table
 
 @dataclasses.dataclass(frozen=True)
 class Networks:
-    """Functions of the model families; `dllm_jax.loading.checkpoints` has the value.
+    """Functions of the model families; `dllm_jax.loading.checkpoints` defines the value.
 
     Attributes:
         parse_config: `(config.json, generation_config.json or None, TokenizerFacts, name=...)` ->
@@ -20,7 +20,7 @@ class Networks:
         table_of: `family` -> the names of its tensors.
         with_d2f_adapter: `defaults` -> the defaults after a D2F adapter is merged.
         loads_small: `(config, key path, whether it is e4m3 with a scale for each output)` ->
-            whether a leaf that is stored in few bits is held in 8.
+            whether loading holds a leaf of few bits in 8 bits.
     """
 
     parse_config: Callable[..., Any]

@@ -1,9 +1,9 @@
-"""Matrices that are stored in 4 or 8 bits: how a folder says so, and what numbers they stand for.
+"""Matrices stored in 4 or 8 bits: the schemes that a folder may state, and unpacking.
 
 Data flow: `config.json`, or ModelOpt's `hf_quant_config.json`, -> a `Scheme` -> the tensors that
-belong to one matrix -> a `Packed` matrix with the name and shape that it has in 16 bits. Reading
-gives rows of it, rounded as the packages that write these folders do it, so a folder is loaded like
-any other. Scales are checked before memory is taken.
+belong to one matrix -> a `Packed` matrix with the name and shape of its 16-bit form. Reading it
+returns rows rounded as by the packages that write these folders, so that a folder loads like any
+other. Scales are checked before memory is allocated.
 """
 
 import dataclasses
@@ -37,14 +37,14 @@ _np: Any = np  # `repeat` and `stack` are only partly typed
 _FLOATS = ("BF16", "F16", "F32")
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _MOST_SCALE = float(np.finfo(np.float32).max) / 448  # largest number in e4m3
-_AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # of the nibble that holds a column of eight
+_AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # nibble of each of eight columns
 _FP4_GROUP = 16
-# Tensors beside a matrix that only matter to activations or to a cache in fewer bits.
+# Tensors of a matrix that only matter to quantised activations or a quantised cache.
 _UNREAD = (
     *("input_scale", "input_global_scale", "input_zero_point", "output_scale"),
     *("q_scale", "k_scale", "v_scale"),
 )
-# What compressed-tensors calls weights by output and rows as they come, both in 8 bits.
+# compressed-tensors' config of 8-bit weights with a scale for each output and dynamic 8-bit rows.
 _EIGHT = {"num_bits": 8, "type": "float", "symmetric": True}
 FP8_DYNAMIC = {
     "quant_method": "compressed-tensors",
@@ -62,17 +62,17 @@ FP8_DYNAMIC = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How the matrices of a folder are stored.
+    """The storage format of the matrices of a folder.
 
     Attributes:
-        name: For people.
-        values: End of the name of the stored numbers.
-        scale: End of the name of their scales.
-        group: Inputs that share a scale; None: an output, or the whole matrix, has one.
+        name: Name for messages.
+        values: Suffix of the name of the stored numbers.
+        scale: Suffix of the name of their scales.
+        group: Inputs that share a scale; None: one scale an output or one for the matrix.
         block: Outputs and inputs that share a scale.
-        whole: End of the name of a factor of all scales, or None.
+        whole: Suffix of the name of a factor of all scales, or None.
         is_divided: Scales are divided by that factor.
-        is_symmetric: There are no zero points.
+        is_symmetric: Zero points are absent.
         ignored: Modules that stay in 16 bits, as the folder names them.
     """
 
@@ -94,7 +94,7 @@ class Packed:
     """A matrix [out, in] of fewer bits.
 
     Attributes:
-        parts: Its tensors, by the ends of their names.
+        parts: Its tensors, by the suffixes of their names.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Packed:
 
     @property
     def dtype(self) -> str:
-        """The 16-bit type that it stands for."""
+        """The 16-bit type of the unpacked matrix."""
         kind = self.parts[self.scheme.scale].dtype
         return "F16" if kind == "F16" else "BF16"
 
@@ -126,7 +126,7 @@ class Packed:
         return flat[start - first * width :][:count]
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the values of scales, and of the shape that is stored."""
+        """Problems of the values of scales, zero points, groups and the stored shape."""
         scheme = self.scheme
         for end in filter(None, (scheme.scale, scheme.whole)):
             found = self.all(end).astype(np.float32)
@@ -159,7 +159,7 @@ class Packed:
 
     @property
     def is_by_output(self) -> bool:
-        """Whether it is e4m3 with a scale for each output, or one for all."""
+        """Whether it is e4m3 with one scale for each output or for the matrix."""
         return self.scheme.kind == "float" and self.scheme.block is None and _groups(self) == 1
 
     def scales(self, start: int, count: int) -> Array:
@@ -173,11 +173,11 @@ class Packed:
         return self.name.removesuffix(".weight")
 
     def all(self, end: str) -> Array:
-        """A whole part."""
+        """The whole part with this suffix."""
         return self.cut(end, ())
 
     def cut(self, end: str, index: Any) -> Array:
-        """Some of a part, in memory of its own; the file may not be aligned to its type."""
+        """A copy of a slice of a part: the file may not be aligned to its type."""
         part = self.parts[end]
         kind = _DTYPES[part.dtype]
         shape = (*part.shape, kind.itemsize)
@@ -185,14 +185,14 @@ class Packed:
         return np.array(found).view(kind)[..., 0]
 
 
-# --- what a folder says -------------------------------------------------------------------------
+# --- reading the scheme -------------------------------------------------------------------------
 
 
 def read_scheme(folder: Path, config: Mapping[str, Any]) -> Scheme | None:
-    """How a folder's matrices are stored; None: as they are.
+    """The storage scheme of a folder's matrices; None if they are not quantised.
 
     Raises:
-        ValueError: In a way that is not supported.
+        ValueError: The scheme is not supported.
     """
     mlx = json_object(config.get("quantization") or config.get(KEYS[0]))
     if "quant_method" not in mlx and {"bits", "group_size"} <= mlx.keys():
@@ -222,7 +222,7 @@ def read_scheme(folder: Path, config: Mapping[str, Any]) -> Scheme | None:
 
 
 def unread_notes(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
-    """Entries of a folder's quantisation section that are taken to change nothing."""
+    """Notes on unread entries of a folder's quantisation section, assumed to have no effect."""
     key = next((key for key in KEYS if config.get(key)), None)
     if key is not None:
         yield from unread.notes(json_object(config[key]))
@@ -398,13 +398,13 @@ def _awq(said: Mapping[str, Any]) -> Scheme:
     )
 
 
-# --- which tensors belong together --------------------------------------------------------------
+# --- grouping the tensors of a matrix -----------------------------------------------------------
 
 
 def matrices(
     folder: Path, scheme: Scheme, tensors: Mapping[str, Stored]
 ) -> tuple[dict[str, Stored], dict[str, Packed], list[str]]:
-    """The folder's tensors as in 16 bits, the packed ones among them, and what is wrong."""
+    """The folder's tensors in their 16-bit form, the packed ones among them, and problems."""
     kinds = {"float": "F8_E4M3", "fp4": "U8"}
     kind = kinds.get(scheme.kind, "I32")
     whole, found, problems = dict(tensors), dict[str, Packed](), list[str]()
@@ -429,7 +429,7 @@ def matrices(
         wrong = [f"{listed(missing)} missing beside {name}; download it again"] if missing else []
         wrong = wrong or list(_misshapen(packed))
         problems += wrong
-        # A matrix that is wrong is there all the same: no other message about it.
+        # List a malformed matrix as present, so that it is not also reported missing.
         whole[packed.name] = Stored(
             stored.file, packed.dtype if not missing else "BF16", packed.shape
         )
@@ -452,7 +452,7 @@ def matrices(
 
 
 def _ends(scheme: Scheme) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Ends of the names of the tensors that a matrix must and may have."""
+    """Suffixes of the tensors that a matrix must have, and of those that it may have."""
     first = (scheme.values, scheme.scale)
     if scheme.kind == "float":
         return first, ("weight_zero_point",)
@@ -465,7 +465,7 @@ def _ends(scheme: Scheme) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _shape(scheme: Scheme, stored: Shape) -> Shape:
-    """Of the matrix, by that of the stored numbers; as it is where that has not two axes."""
+    """Unpacked shape of a packed 2-D tensor; other shapes unchanged."""
     if len(stored) != 2:
         return stored
     rows, columns = stored
@@ -480,13 +480,13 @@ def _shape(scheme: Scheme, stored: Shape) -> Shape:
 
 
 def _groups(packed: Packed) -> int:
-    """Scales of one output."""
+    """Number of scales of one output."""
     group = packed.scheme.group
     return 1 if group is None or group == -1 else packed.shape[1] // group
 
 
 def _misshapen(packed: Packed) -> Iterator[str]:
-    """Parts whose shape or type is not what the stored numbers ask for."""
+    """Problems of parts whose shape or type does not match the stored numbers."""
     scheme, parts = packed.scheme, packed.parts
     if len(packed.shape) != 2 or not all(packed.shape):
         name = f"{packed.stem}.{scheme.values}"
@@ -528,7 +528,7 @@ def _misshapen(packed: Packed) -> Iterator[str]:
             yield f"{packed.stem}.{end} has type {part.dtype}, expected {' or '.join(types)}"
 
 
-# --- what the numbers are -----------------------------------------------------------------------
+# --- unpacking ----------------------------------------------------------------------------------
 
 
 def _float_rows(packed: Packed, first: int, last: int) -> Array:
@@ -577,7 +577,7 @@ def _gptq_rows(packed: Packed, first: int, last: int) -> Array:
     each = 32 // scheme.bits
     words = packed.cut("qzeros", np.s_[:, first // each : -(-last // each)])
     zeros = _unpacked(words, scheme.bits)[:, first % each :][:, : last - first].T
-    if scheme.name == "GPTQ":  # which stores one less
+    if scheme.name == "GPTQ":  # GPTQ stores zero points minus one
         zeros = zeros + 1
     scales = packed.cut(scheme.scale, rows).astype(np.float32).T
     return _of_groups(packed, "g_idx", values, zeros, scales)
@@ -596,7 +596,7 @@ def _awq_rows(packed: Packed, first: int, last: int) -> Array:
 
 
 def _of_groups(packed: Packed, order: str, values: Array, zeros: Array, scales: Array) -> Array:
-    """`(values - zeros) * scales`, both by groups of inputs."""
+    """`(values - zeros) * scales`, with zeros and scales by groups of inputs."""
     if order in packed.parts:
         of_input = packed.all(order)
         zeros, scales = zeros[:, of_input], scales[:, of_input]

@@ -1,8 +1,8 @@
-"""A folder written under another name beside its place, and renamed when it is complete.
+"""Atomic creation of a folder: written under a temporary name, and renamed when complete.
 
-So a folder of the final name is always whole, and write access is checked first. An old folder is
-replaced only if its `meta.json` says that it is a converted one. A process holds a lock on the
-folder that it writes, so the next one can tell what a killed process has left, and removes it.
+A folder with the final name is therefore always complete, and missing write access is found first.
+An old folder is replaced only if its `meta.json` says that it is a converted one. A process locks
+the folder that it writes, so that a later one recognises and removes leftovers of a killed process.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from pathlib import Path
 from .report import FORMAT, META
 from .tokenizer_files import read_json
 
-_JUST_MADE_S = 60.0  # a folder this young may be another process's that has not locked it yet
+_JUST_MADE_S = 60.0  # another process may not yet have locked a folder this young
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -28,12 +28,12 @@ def placed(dst: Path, src: Path, *, force: bool) -> Generator[Path, None, None]:
     """A new folder to write to; it replaces `dst` if no exception is raised.
 
     Args:
-        dst: The folder's place. A link is followed.
+        dst: Final path of the folder. A link is followed.
         src: The source, which must not be replaced.
         force: Replace a converted folder.
 
     Raises:
-        FileExistsError: If `dst` is there and may not be replaced.
+        FileExistsError: If `dst` exists and may not be replaced.
         OSError: If `dst` cannot be written.
         ValueError: If `src` is `dst` or in it.
     """
@@ -60,9 +60,9 @@ def placed(dst: Path, src: Path, *, force: bool) -> Generator[Path, None, None]:
         except OSError:
             _require_free(dst, force)  # it may have appeared just now
             raise
-    except BaseException as error:  # Ctrl-C too: no half folder is left behind
+    except BaseException as error:  # also on Ctrl-C, leave no incomplete folder
         shutil.rmtree(partial, ignore_errors=True)
-        with contextlib.suppress(OSError):  # a parent that holds something else by now stays
+        with contextlib.suppress(OSError):  # keep a parent that is no longer empty
             for folder in made:
                 folder.rmdir()
         if (full := full_disk(error, dst)) is not None:
@@ -74,9 +74,9 @@ def placed(dst: Path, src: Path, *, force: bool) -> Generator[Path, None, None]:
 
 
 def full_disk(error: BaseException, folder: Path) -> OSError | None:
-    """A line on a disk without space if that is what `error` comes from, else None.
+    """A one-line error if `error` was caused by a full disk, else None.
 
-    Orbax reports it as a ValueError of native code, behind others.
+    Orbax reports a full disk as a ValueError of native code, wrapped in other errors.
     """
     for one in _causes(error):
         text = str(one)
@@ -90,7 +90,7 @@ def full_disk(error: BaseException, folder: Path) -> OSError | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and those behind it."""
+    """An exception and its causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -103,7 +103,7 @@ def _prefix(place: Path) -> str:
 
 
 def _locked(folder: Path) -> int | None:
-    """An open folder with a lock that ends with this process; None where another has it."""
+    """Open and lock a folder until the process ends; None if another process has the lock."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -114,10 +114,10 @@ def _locked(folder: Path) -> int | None:
 
 
 def _remove_left(place: Path) -> None:
-    """Remove what killed processes have left of conversions to `place`, and name it."""
+    """Remove leftovers of killed conversions to `place`, and report their names."""
     prefix = _prefix(place)
     for folder in [path for path in place.parent.iterdir() if path.name.startswith(prefix)]:
-        with contextlib.suppress(OSError):  # another's folder, or gone meanwhile
+        with contextlib.suppress(OSError):  # no permission, or already gone
             if time.time() - folder.stat().st_mtime < _JUST_MADE_S:
                 continue
             if (lock := _locked(folder)) is None:
@@ -132,7 +132,7 @@ def _remove_left(place: Path) -> None:
 
 
 def require_place(dst: Path, src: Path, *, force: bool) -> None:
-    """Check without writing whether `dst` may be made; see `placed`."""
+    """Check without writing whether `dst` may be created; see `placed`."""
     place, source = dst.resolve(), src.resolve()
     if source == place or place in source.parents:
         raise ValueError(f"{str(dst)!r} holds the source {str(src)!r}; choose another destination")
@@ -179,10 +179,10 @@ def _move(partial: Path, place: Path, force: bool) -> None:
     try:
         place.rename(old)
         partial.rename(place)
-    except BaseException:  # Ctrl-C between the two as well: the old folder comes back
+    except BaseException:  # restore the old folder, also on Ctrl-C between the renames
         if old.exists() and not place.exists():
             old.rename(place)
-        with contextlib.suppress(OSError):  # never with anything in it
+        with contextlib.suppress(OSError):  # removes it only if it is empty
             aside.rmdir()
         raise
     shutil.rmtree(aside)

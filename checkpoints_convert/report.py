@@ -1,4 +1,4 @@
-"""What is known of a checkpoint without reading its weights, and the size of its conversion."""
+"""The report on a checkpoint, made without reading its weights, and the size of its conversion."""
 
 import dataclasses
 import math
@@ -20,16 +20,16 @@ from .tensor_names import Table
 META = "meta.json"
 FORMAT = "dllm-jax"  # the value of its "format"
 _SHOWN_SHAPES = 40
-# Memory that rounding a leaf takes, in leaves and beside them, as measured on a CPU.
+# Memory to round a leaf, measured on a CPU: a multiple of the leaf, plus a constant.
 _ROUNDED_LEAVES, _ROUNDING_BYTES = 3, 150_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """The result of `inspect`; `str()` of it is for people.
+    """The result of `inspect`; `str()` formats it for people.
 
     Attributes:
-        kind: "hf" for a Hugging Face folder, "converted" for one of ours.
+        kind: "hf" for a Hugging Face folder, "converted" for a folder that dllm_jax wrote.
         table: Names of the family's tensors; None unless kind is "hf".
         config: The network's config, as the family's parser returns it.
         defaults: The family's decoding defaults.
@@ -37,15 +37,16 @@ class Report:
         shapes: Stored tensors (or leaves) and their shapes.
         problems: Every reason why the checkpoint cannot be loaded; empty if it can.
         notes: Warnings about a checkpoint that can be loaded.
-        param_shapes: `dtype -> the parameter tree's shapes`; None beside a config that is refused.
+        param_shapes: Function from a dtype to the parameter tree's shapes; None if the config was
+            refused.
         placements: Where each tensor goes; empty unless kind is "hf".
         stored: The headers' entries; empty unless kind is "hf".
-        adapter: The LoRA adapter that is merged into the weights, or will be.
+        adapter: The LoRA adapter that is or will be merged into the weights.
         factors: The adapter's update of each tensor; empty unless kind is "hf".
-        scheme: How the matrices of a quantised folder are stored, or None.
-        packed: The matrices that are stored so, by the names that they have in 16 bits.
-        loads_small: Of a leaf in `small`, and whether it is in `by_output`: whether loading holds
-            it in 8 bits.
+        scheme: Storage scheme of the matrices of a quantised folder, or None.
+        packed: The matrices in this scheme, by their 16-bit names.
+        loads_small: Called with a leaf of `small` and whether it is in `by_output`; returns whether
+            loading holds the leaf in 8 bits.
     """
 
     source: str
@@ -79,22 +80,22 @@ class Report:
 
     @property
     def small(self) -> set[KeyPath]:
-        """Leaves that are stored in few bits, all tensors of them."""
+        """Leaves of which all tensors are stored in few bits."""
         return self._all_of(self.packed)
 
     @property
     def by_output(self) -> set[KeyPath]:
-        """Leaves that are stored in e4m3 with a scale for each output, all tensors of them."""
+        """Leaves of which all tensors are stored in e4m3 with a scale for each output."""
         held = {name for name, packed in self.packed.items() if packed.is_by_output}
         return self._all_of(held - set(self.factors))
 
     def _all_of(self, names: Container[str]) -> set[KeyPath]:
-        """Leaves all of whose tensors have such names."""
+        """Leaves of which all tensors are in `names`."""
         others = {place.path for place in self.placements if place.name not in names}
         return {place.path for place in self.placements} - others
 
     def _taken(self) -> str:
-        """What loading makes of the packed matrices, behind a comma."""
+        """Text on the form in which loading holds the packed matrices; starts with a comma."""
         small, by_output, found = self.small, self.by_output, dict[str, str]()
         for place in self.placements:
             path, how = place.path, "held in 16 bits when loaded"
@@ -121,7 +122,7 @@ class Report:
         """The config and the defaults of a checkpoint without problems.
 
         Raises:
-            ConversionError: With all problems, if there are any.
+            ConversionError: The checkpoint has problems; lists all of them.
         """
         if self.problems or self.config is None or self.defaults is None:
             raise ConversionError(self.source, self.problems)
@@ -183,7 +184,7 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The size of a conversion; `str()` of it is for people.
+    """The size of a conversion; `str()` formats it for people.
 
     Attributes:
         num_tensors: Tensors to read.
@@ -213,9 +214,10 @@ def plan(report: Report, dtype: str = "auto", tensors: Sequence[Tensor] | None =
     """The size of a conversion.
 
     Args:
-        report: On a Hugging Face folder or a converted one, free of problems.
-        dtype: Type of the leaves; "auto" is the checkpoint's own.
-        tensors: Name, shape and type of what is written of a folder in 8 bits; None: the leaves.
+        report: Report without problems on a Hugging Face folder or a converted one.
+        dtype: Type of the leaves; "auto" is that of the checkpoint.
+        tensors: Name, shape and type of the tensors of an 8-bit folder to write; None: leaves are
+            written.
     """
     report.require_ok()
     name = report.dtype or "float32" if dtype == "auto" else dtype

@@ -1,6 +1,6 @@
-"""Rules: which slice of which parameter leaf a stored tensor is, and in which axis order.
+"""Rules that map a stored tensor to a slice of a parameter leaf and an axis order.
 
-Reading assigns to that slice and writing reads it, so import and export cannot disagree.
+Import assigns to that slice and export reads it, so the two cannot disagree.
 """
 
 import dataclasses
@@ -16,17 +16,17 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
 Index = tuple[Any, ...]
-Tensor = tuple[str, Shape, np.dtype[Any]]  # its name, shape and type in a file
+Tensor = tuple[str, Shape, np.dtype[Any]]  # name, shape and type in a file
 
 _LAYER = "{i}"
 EXPERT = "{e}"
-_SHOWN = 10  # names, or problems, shown of a long list
+_SHOWN = 10  # most names or problems of a list that are shown
 
 
 class ConversionError(ValueError):
-    """A checkpoint that cannot be read; `problems` holds every reason, the text the first ones.
+    """A checkpoint that cannot be read; `problems` has every reason, the message the first ones.
 
-    A wrong size in `config.json` is a problem of every tensor, thousands in a mixture of experts.
+    A wrong size in `config.json` can cause a problem for each of thousands of tensors.
     """
 
     def __init__(self, source: str, problems: Iterable[str]):
@@ -47,9 +47,9 @@ class Part:
     """A slice of a leaf seen in the axis order of the stored tensor.
 
     Attributes:
-        axes: Order of the slice's axes in which its elements lie in the file.
-        groups: How many of those axes together form each dimension of the stored tensor; empty
-            where each forms one.
+        axes: Order of the slice's axes in the file.
+        groups: Number of those axes that form each dimension of the stored tensor; empty if every
+            axis is a dimension.
         index: Selects the slice of the leaf; empty for the whole leaf.
     """
 
@@ -58,12 +58,12 @@ class Part:
     index: Index = ()
 
     def view(self, leaf: Array) -> Array:
-        """The slice, writable if the leaf is: its elements in C order are the stored tensor."""
+        """A view of the slice whose elements in C order are the stored tensor."""
         return leaf[self.index].transpose(self.axes)
 
     def shape(self, leaf_shape: Shape) -> Shape:
         """Shape of the stored tensor that fills this part of a leaf of `leaf_shape`."""
-        # An array of that shape without memory.
+        # An array of this shape without memory.
         empty = np.broadcast_to(np.uint8(0), leaf_shape)  # pyright: ignore[reportUnknownMemberType]
         sizes = iter(self.view(empty).shape)
         groups = self.groups or (1,) * len(self.axes)
@@ -71,13 +71,13 @@ class Part:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """All axes of the leaf, in an order in which the slice lies in memory as in the file."""
+        """All axes of the leaf, in a memory order that matches the slice to the file."""
         chosen = [i for i, one in enumerate(self.index) if isinstance(one, int)]
         others = [i for i in range(len(chosen) + len(self.axes)) if i not in chosen]
         return (*chosen, *(others[i] for i in self.axes))
 
     def of(self, expert: int) -> "Part":
-        """This part of one expert's weights, where the leaf holds all experts'."""
+        """This part for one expert, in a leaf that holds all experts."""
         return dataclasses.replace(self, index=(expert, *self.index))
 
 
@@ -85,9 +85,9 @@ class Part:
 class Rule:
     """Tensor `pattern` fills `part` of the leaf at `path`.
 
-    `{i}` stands for the layer number. With `{e}` there is a tensor for each index of the leaf's
-    first axis, and `part` is a part of what that index selects. Rules of one pattern share a
-    tensor: each takes as many of its rows as it needs, in the order of the rules.
+    `{i}` stands for the layer number. With `{e}` every index of the leaf's first axis has a tensor,
+    and `part` applies to the slice at that index. Rules of one pattern share a tensor and take
+    consecutive rows of it, in the order of the rules.
     """
 
     pattern: str
@@ -97,11 +97,11 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """One rule for one layer (and expert): rows of a tensor, and where they go.
+    """One rule for one layer (and expert): rows of a tensor, and their target.
 
     Attributes:
-        shape: Shape of those rows; of the whole tensor where no other placement shares it.
-        start: First of those rows in the tensor.
+        shape: Shape of these rows; that of the whole tensor unless other placements share it.
+        start: First of these rows in the tensor.
     """
 
     name: str
@@ -113,7 +113,7 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True)
 class Numbered:
-    """A tensor's name taken apart: its rule, and the numbers in it."""
+    """A tensor's name parsed into its rule and the numbers in it."""
 
     rule: Rule
     layer: int | None
@@ -121,13 +121,13 @@ class Numbered:
 
 
 def placements(rules: Sequence[Rule], shapes: Any) -> tuple[Placement, ...]:
-    """Everything that fills a parameter tree, in the order of the rules, layer by layer.
+    """All placements that fill a parameter tree, in the order of the rules, layer by layer.
 
     Args:
-        rules: The table of a family. A rule whose leaf the tree lacks asks for nothing.
-        shapes: Tree of anything with a `shape`, as `param_shapes` gives it.
+        rules: The table of a family. A rule whose leaf is not in the tree is skipped.
+        shapes: Tree of objects with a `shape`, as `param_shapes` returns it.
     """
-    taken: dict[str, int] = {}  # rows that earlier rules take of a tensor
+    taken: dict[str, int] = {}  # rows of a tensor that earlier rules take
 
     def expand(rule: Rule, layer: int) -> Iterator[Placement]:
         path = tuple(layer if key == _LAYER else key for key in rule.path.split("."))
@@ -157,7 +157,7 @@ def placements(rules: Sequence[Rule], shapes: Any) -> tuple[Placement, ...]:
 
 
 def tensor_shapes(places: Iterable[Placement]) -> dict[str, Shape]:
-    """The shape that each tensor must have, all its placements together."""
+    """The shape that each tensor must have for all its placements."""
     shapes: dict[str, Shape] = {}
     for place in places:
         shapes[place.name] = (place.start + place.shape[0], *place.shape[1:])
@@ -165,7 +165,7 @@ def tensor_shapes(places: Iterable[Placement]) -> dict[str, Shape]:
 
 
 def numbered(rules: Iterable[Rule], name: str) -> Numbered | None:
-    """The first rule that has `name` for some layer and expert, in the model or past its end."""
+    """The first rule that `name` matches for some layer and expert, even past the model's end."""
     for rule in rules:
         match = _regex(rule.pattern).fullmatch(name)
         if match:
@@ -176,7 +176,7 @@ def numbered(rules: Iterable[Rule], name: str) -> Numbered | None:
 
 @functools.cache
 def _regex(pattern: str) -> re.Pattern[str]:
-    """A rule's pattern as an expression whose groups `i` and `e` are the numbers."""
+    """A rule's pattern as a regular expression with the numbers as groups `i` and `e`."""
     text = re.escape(pattern)
     for key, group in ((_LAYER, "i"), (EXPERT, "e")):
         text = text.replace(re.escape(key), rf"(?P<{group}>\d+)")
@@ -184,7 +184,7 @@ def _regex(pattern: str) -> re.Pattern[str]:
 
 
 def find(tree: Any, path: Sequence[str | int]) -> Any:
-    """The leaf at `path`, None where the tree has none."""
+    """The leaf at `path`, or None."""
     for key in path:
         if isinstance(key, str) and key not in tree:
             return None
@@ -193,7 +193,7 @@ def find(tree: Any, path: Sequence[str | int]) -> Any:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names for an error message: all of a few, the first of many."""
+    """Names for an error message: all, or the first ones of a long list."""
     names = list(names)
     rest = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,7 +1,7 @@
-"""A leaf of a parameter tree in 8 bits, and its place among the axes that it has in 16.
+"""8-bit leaves of a parameter tree, and their axes compared with the 16-bit leaf.
 
-Files hold matrices as [out, in]. In 8 bits a leaf lies so too, the inputs last and as one axis, so
-that what is stored is copied as it is.
+Files store matrices as [out, in]. An 8-bit leaf has the same order, with the inputs last and as one
+axis, so that stored values are copied unchanged.
 """
 
 import dataclasses
@@ -19,11 +19,11 @@ _np: Any = np  # `argsort` and `expand_dims` are only partly typed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Form:
-    """The form that a leaf has in 8 bits.
+    """The axes of an 8-bit leaf.
 
     Attributes:
-        shape: Of the leaf in 16 bits.
-        inputs: Its axes that a product contracts.
+        shape: Shape of the 16-bit leaf.
+        inputs: Axes of the 16-bit leaf that a product contracts.
     """
 
     shape: Shape
@@ -44,7 +44,7 @@ class Form:
         return tuple(i for i in range(len(self.shape)) if i not in self.inputs)
 
     def values_of(self, part: Part, values: Array) -> Array:
-        """What a tensor fills of values [*outputs depth], or of some rows of experts; writable."""
+        """The writable part of `values` [*outputs depth] that a tensor fills."""
         order = (*self._outer, *self.inputs)
         first = len(values) if self._outer[0] == 0 else self.shape[0]
         sizes = (first, *self.shape[1:])
@@ -52,7 +52,7 @@ class Form:
         return part.view(whole.transpose(_np.argsort(order)))
 
     def scales_of(self, part: Part, scales: Array) -> Array:
-        """The same of scales [*outputs]: one for each row of the tensor."""
+        """The same for scales [*outputs], one for each row of the tensor."""
         return part.view(_np.expand_dims(scales, self.inputs))
 
 
@@ -61,7 +61,7 @@ class Scaled:
     """A leaf as `values * scales[..., None]`.
 
     Attributes:
-        values: [*outputs depth] in e4m3; an iterator over parts where a leaf is read in rows.
+        values: [*outputs depth] in e4m3; an iterator over parts if a leaf is read in rows.
         scales: [*outputs] in float32.
     """
 

@@ -15,12 +15,12 @@ from safetensors import SafetensorError, safe_open
 from .rules import Shape, listed
 from .tokenizer_files import json_object, read_json
 
-ADAPTER = "adapter_model.safetensors"  # the weights of a LoRA adapter
+ADAPTER = "adapter_model.safetensors"  # weights of a LoRA adapter
 
 _INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5", ".npz")
 _LENGTH_BYTES = 8  # a safetensors file starts with the length of its header
-# Pieces of tensor names and the quantisation method they belong to; the first match counts.
+# Pieces of tensor names, with the quantisation method they indicate; the first match counts.
 _PIECES = {
     ".weight_scale_inv": "fp8, blockwise",
     ".weight_packed": "compressed-tensors",
@@ -37,7 +37,7 @@ _PIECES = {
     ".quant_map": "bitsandbytes",
     ".SCB": "bitsandbytes",
 }
-_READ = ("fp8, blockwise", "fp8", "compressed-tensors", "GPTQ", "GPTQ or AWQ")  # if told how
+_READ = ("fp8, blockwise", "fp8", "compressed-tensors", "GPTQ", "GPTQ or AWQ")  # if described
 _SMALL_TYPES = ("F8_", "F4", "F6_", "I8", "U8")
 
 
@@ -57,7 +57,7 @@ class Stored:
 
 @dataclasses.dataclass
 class Shards:
-    """All tensors in a folder's headers, and the problems found."""
+    """All tensors in the headers of a folder, and the problems found."""
 
     files: tuple[str, ...] = ()
     tensors: dict[str, Stored] = dataclasses.field(default_factory=dict[str, Stored])
@@ -90,7 +90,7 @@ def quantised(tensors: Mapping[str, Stored], is_told: bool) -> list[str]:
     """A problem for each quantisation method, recognised by the names and types of tensors.
 
     Args:
-        is_told: The config says how matrices are stored, and these are none of them.
+        is_told: The config states how matrices are stored, and `tensors` are not among them.
     """
     found: dict[str, list[str]] = {}
     for name, tensor in tensors.items():
@@ -111,12 +111,12 @@ def quantised(tensors: Mapping[str, Stored], is_told: bool) -> list[str]:
 
 def open_tensors(path: Path) -> Any:
     """A lazy reader of one file; opening it checks the header."""
-    opener: Any = safe_open  # a class of the extension module, without types
+    opener: Any = safe_open  # an untyped class of the extension module
     return opener(path, framework="numpy")
 
 
 def _weight_map(folder: Path, shards: Shards) -> dict[str, str] | None:
-    """The index's tensor -> file, None where the folder has no index."""
+    """The file of each tensor by the index; None if the folder has no index."""
     path = folder / _INDEX
     if not path.exists():
         return None
@@ -164,7 +164,7 @@ def _is_here(folder: Path, name: str, shards: Shards) -> bool:
 
 
 def read_header(path: Path, shards: Shards) -> None:
-    """Add the tensors of one file, or the reason why it cannot be read."""
+    """Add the tensors of one file to `shards`, or the reason why it cannot be read."""
     reason = _damage(path)
     if reason is None:
         try:
@@ -216,7 +216,7 @@ def _damage(path: Path) -> str | None:
 
 
 def _check_index(weight_map: dict[str, str], shards: Shards) -> None:
-    """The index and the headers must agree."""
+    """Add problems if the index and the headers disagree."""
     readable = {stored.file for stored in shards.tensors.values()}
     lies = [
         f"{name} ({file})"

@@ -1,9 +1,9 @@
-"""Files that are read whole: regular ones only, and no larger than a stated size."""
+"""Reading whole files: only regular ones, up to a given size."""
 
 import stat
 from pathlib import Path
 
-MOST_BYTES = 100_000_000  # a tokenizer.json of 256k tokens has 33 MB
+MOST_BYTES = 100_000_000  # a tokenizer.json with 256k tokens has 33 MB
 MOST_TEMPLATE_BYTES = 1_000_000
 
 
@@ -27,9 +27,9 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path, most: int = MOST_BYTES) -> str:
-    """The content of a UTF-8 file; else as `read_bytes`.
+    """The content of a UTF-8 file.
 
     Raises:
-        OSError, ValueError: As there, or if the file is not UTF-8.
+        OSError, ValueError: As in `read_bytes`, or if the file is not UTF-8.
     """
     return read_bytes(path, most).decode("utf-8")

@@ -1,8 +1,8 @@
 """The tensor names of every family, and the part of a parameter leaf that each tensor fills.
 
 Leaves have their input axis first and are fused as the forward pass reads them (see
-`dllm_jax.models.dense` and `moe`); files hold torch's `[out, in]` matrices. `TABLES` at the end
-gives the table of each family.
+`dllm_jax.models.dense` and `moe`); files hold torch's `[out, in]` matrices. `TABLES` at the end has
+the table of each family.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ Forms = tuple[Rules, ...]
 
 @dataclasses.dataclass(frozen=True)
 class ConfigKeys:
-    """Names in `config.json` of the facts that tensors may contradict."""
+    """Keys in `config.json` of facts that tensors may contradict."""
 
     layers: str = "num_hidden_layers"
     tied: str = "tie_word_embeddings"
@@ -28,13 +28,13 @@ class ConfigKeys:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """How the tensors of a family fill the tree.
+    """The rules by which the tensors of a family fill the tree.
 
     Attributes:
         rules: The rules that every checkpoint follows.
-        choices: Alternatives, the usual one first; a checkpoint follows one of each.
-        ignored: Names of tensors that are left out, with a note.
-        kept: Modules of the published class that stay in 16 bits without a tensor of their own, as
+        choices: Sets of alternatives, the usual one first; a checkpoint follows one of each set.
+        ignored: Names of tensors that are skipped with a note.
+        kept: Modules of the published class that stay in 16 bits although they have no tensor, as
             compressed-tensors spells them.
         embed: Name of the embedding.
         lm_head: Name of the head. A tied model may hold it as a copy of the embedding.
@@ -54,7 +54,7 @@ class Table:
         """The rules of files with tensors of these names; without names, the usual rules.
 
         Args:
-            single: Take the forms that have a tensor for each expert, whatever the names are.
+            single: Use the forms with a tensor for each expert, regardless of `names`.
         """
         held = tuple(names)
         chosen: list[Rules] = []
@@ -68,11 +68,11 @@ class Table:
         """The table of a family that gives the same tensors other names.
 
         Args:
-            names: Names of this table, each with the other one; `{i}` is the layer in both.
-            keys: Names in the other `config.json`; None: those of this table.
+            names: Old name -> new name; `{i}` is the layer in both.
+            keys: Keys of the other `config.json`; None: those of this table.
 
         Raises:
-            ValueError: A name that this table has not.
+            ValueError: A name is not in this table.
         """
         known = {rule.pattern for rule in self.every_rule()}
         if unknown := [name for name in names if name not in known]:
@@ -103,7 +103,7 @@ def _known(rules: Rules, names: tuple[str, ...]) -> int:
     return sum(numbered(rules, name) is not None for name in names)
 
 
-# Tensors that are silently ignored: rotary tables of old versions, averaged copies of weights.
+# Silently ignored tensors: rotary tables of old versions, averaged copies of weights.
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.rope\.freqs|(.*[._])?ema([._].*)?")
 
 # Parts of leaves.
@@ -171,8 +171,8 @@ _MLP = (
 LLAMA = Table((*_ENDS, *_NORMS, *_ATTENTION, *_MLP))
 _A2D = dataclasses.replace(LLAMA, has_own_head=True)  # fine-tunes break ties
 
-# SDAR-MoE and Qwen3-MoE: the dense names, and experts in one of three forms. The hub holds a tensor
-# for each expert; training frameworks merge them; transformers 5 packs gates and ups together.
+# SDAR-MoE and Qwen3-MoE: the dense names, and experts in one of three forms. Files on the hub have
+# a tensor for each expert, training frameworks merge them, and transformers 5 packs gate and up.
 
 _EXPERTS = "model.layers.{i}.mlp.experts."
 _GATE_UP = "layers.{i}.experts_gate_up"
@@ -210,8 +210,8 @@ def _shared(at: str) -> Rules:
 
 _LLADA_MOE = Table((*_MOE.rules, *_shared(_FROM + "shared_expert.")), choices=(_FORMS,))
 
-# LLaDA-8B has OLMo's names. A block's `ff_proj` is the gate, `up_proj` the factor and `ff_out` the
-# way down; the `ff_out` outside the blocks is the head.
+# LLaDA-8B has OLMo's names. In a block `ff_proj` is the gate, `up_proj` is up and `ff_out` is down;
+# the `ff_out` outside the blocks is the head.
 
 _ROOT = "model.transformer."
 _BLOCK = _ROOT + "blocks.{i}."
@@ -275,8 +275,9 @@ _LLADA2 = Table(
     embed="model.word_embeddings.weight",
 )
 
-# DFlash drafters: Qwen3's layers, a projection of the target's states, no embedding. z-lab's names
-# have no prefix, NeMo Automodel's have `model.`, and transformers calls the projection an encoder.
+# DFlash drafters: Qwen3's layers, a projection of the target's states, no embedding. Names of
+# z-lab have no prefix, those of NeMo Automodel have `model.`; transformers calls the projection
+# an encoder.
 
 _BARE = tuple(
     Rule(rule.pattern.removeprefix("model."), rule.path, rule.part)
@@ -301,9 +302,9 @@ _MUSE = (*_ends("encoder.fc", "encoder.output_norm_enc"), _FINAL, *_BARE)
 
 _DFLASH = Table((), choices=((_Z_LAB, _prefixed(_Z_LAB), _MUSE, _prefixed(_MUSE)),))
 
-# DiffusionGemma: Gemma 4's names under `model.decoder`. The encoder is tied to it; only its factor
-# of each layer is stored. Global layers have no `v_proj`: their keys are their values. The hub
-# holds packed experts, some exports a tensor for each.
+# DiffusionGemma: Gemma 4's names under `model.decoder`. The encoder shares these weights, and only
+# its factor of each layer is stored. Global layers have no `v_proj`: keys also serve as values.
+# Files on the hub pack the experts; some exports have a tensor for each expert.
 
 _DECODER = "model.decoder."
 _GEMMA_LAYER = _DECODER + "layers.{i}."
@@ -387,7 +388,7 @@ def table_of(family: str) -> Table:
     """The table of a family.
 
     Raises:
-        ValueError: For a family without one.
+        ValueError: The family has no table.
     """
     if family not in TABLES:
         raise ValueError(f"{family=} has no table of weights; known are {', '.join(TABLES)}")

@@ -1,7 +1,7 @@
-"""The tokenizer files of a folder, read as plain JSON without transformers and without code.
+"""The tokenizer files of a folder, read as plain JSON without transformers or remote code.
 
-`config.special_tokens` decides between files that disagree, and `dllm_jax.loading.tokenizer` makes
-a tokenizer of the parts.
+`config.special_tokens` decides between files that disagree, and `dllm_jax.loading.tokenizer` builds
+a tokenizer from the parts.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any, cast
 from .config.special_tokens import TokenizerFacts
 from .small_files import read_bytes
 
-# Every file a tokenizer may consist of; these travel with a converted checkpoint.
+# All files that may form a tokenizer; conversion copies them.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -27,8 +27,8 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 VOCABULARIES = ("tokenizer.json", "vocab.json")  # one of them makes a tokenizer
-_MOST_LEVELS = 100  # of nested JSON
-_LISTS = ("extra_special_tokens", "additional_special_tokens")  # new and old name of one thing
+_MOST_LEVELS = 100  # deepest nesting of JSON
+_LISTS = ("extra_special_tokens", "additional_special_tokens")  # new and old name of the same list
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +39,10 @@ class TokenizerParts:
     `vocab.json`, `added_tokens_decoder` of `tokenizer_config.json`, `added_tokens.json`.
 
     Attributes:
-        ids: Every token's id by its text; an id may have two texts.
-        texts: Every id's text, from the most trusted file.
+        ids: The id of every token by its text; an id may have two texts.
+        texts: The text of every id, from the most trusted file.
         added: The added tokens by id: text and flags as `tokenizers.AddedToken` takes them.
-        roles: Text by role ("mask_token", or a name of the folder's own), in the vocabulary or
+        roles: Text by role ("mask_token" or a name that the folder defines), in the vocabulary or
             not.
         extra: Texts of further special tokens.
         settings: `tokenizer_config.json`.
@@ -57,7 +57,7 @@ class TokenizerParts:
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of the tokens that are flagged special or named for something."""
+        """Ids of the tokens that are flagged special or have a role."""
         flagged = {i for i, token in self.added.items() if token.get("special")}
         named = {self.ids.get(text) for text in (*self.roles.values(), *self.extra)}
         return frozenset(flagged | {i for i in named if i is not None})
@@ -82,14 +82,14 @@ def digest(folder: Path) -> str:
 
 
 def read_facts(folder: Path) -> TokenizerFacts:
-    """Size and special tokens of a folder's tokenizer; only added tokens where it has none.
+    """Size and special tokens of a folder's tokenizer; only added tokens without a vocabulary.
 
-    A special token that is named but not in the vocabulary counts as not given: SDAR's files name
-    `<|MASK|>` while the vocabulary holds `<MASK>`. `TokenizerFacts.mask_id` and `id_of` look
-    tokens up by their text.
+    A special token that is named but not in the vocabulary counts as missing: SDAR's files name
+    `<|MASK|>`, while the vocabulary has `<MASK>`. `TokenizerFacts.mask_id` and `id_of` find tokens
+    by their text.
 
     Raises:
-        ValueError: For a file that is not JSON, by name, or not in a form we know.
+        ValueError: A file is not JSON or has an unknown form; the message names it.
     """
     if not has_tokenizer(folder):
         added = _read(folder / "added_tokens.json")
@@ -193,7 +193,7 @@ def _whole(text: str, value: Any) -> int:
     """A token's id, which some files write as text.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: The text is no whole number.
     """
     if isinstance(value, str) and value.isdecimal():
         return int(value)
@@ -214,7 +214,7 @@ def _listed(special: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that are not null: those would hide what another file says."""
+    """Settings without nulls, which would hide the values of another file."""
     return {name: value for name, value in settings.items() if value is not None}
 
 

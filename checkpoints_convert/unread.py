@@ -1,7 +1,7 @@
 """Entries of a quantisation section, or of an adapter's config, that nothing here reads.
 
-Most say how the numbers were found or how another engine computes. Some say that the model needs
-more than its matrices when it runs: without that it would answer with other numbers.
+Most describe calibration or the settings of another engine. Some state that the model needs more
+than its matrices at run time; ignoring those would change its output, so they are refused.
 """
 
 import re
@@ -10,8 +10,8 @@ from typing import Any, cast
 
 from .tokenizer_files import json_object
 
-# Entries of the sections that `packed` reads, and those that change no number of the weights:
-# statistics of the calibration, precision of activations and of the cache, and settings of kernels.
+# Entries that `packed` reads, and entries that do not affect the weights: statistics of the
+# calibration, precision of activations and of the cache, and settings of kernels.
 _QUANTISATION = frozenset(
     [
         "quant_method",
@@ -90,7 +90,7 @@ _QUANTISATION = frozenset(
     ]
 )
 _ROTATES = "its inputs or outputs are transformed at run time, which is not done here"
-# Entries that change the numbers, unless null, false or empty.
+# Entries that change the output of the model, unless null, false or empty.
 _MORE = {
     "transform_config": _ROTATES,
     "sparsity_config": "its matrices are stored without their zeros",
@@ -106,7 +106,7 @@ _SUSPECT = re.compile(
 
 
 def refused(section: Mapping[str, Any]) -> Iterator[str]:
-    """Entries of a quantisation section that change the numbers, and why they are refused."""
+    """Entries of a quantisation section that change the output, with the reason to refuse them."""
     for name, value in _unknown(section):
         key = name.rpartition(".")[2]
         if key in _MORE and _says_more(key, value):
@@ -118,14 +118,14 @@ def refused(section: Mapping[str, Any]) -> Iterator[str]:
 
 
 def notes(section: Mapping[str, Any]) -> Iterator[str]:
-    """Entries that are taken to change nothing, in one line."""
+    """Entries that are assumed to have no effect, in one line."""
     names = [name for name, value in _unknown(section) if _is_set(value)]
     if names := sorted({*names} - {"pack_dtype"}):
         yield f"entries of the quantisation section that are not read: {', '.join(names)}"
 
 
 def _unknown(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Entries that are not known, those of groups too, by their paths."""
+    """Unknown entries, also inside groups, with their paths."""
     for key, value in section.items():
         if key == "config_groups":
             for group, inner in json_object(value).items():
@@ -137,7 +137,7 @@ def _unknown(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, 
 
 
 def _is_set(value: Any) -> bool:
-    """Whether an entry says anything: not null, false, zero or empty, nor holds such alone."""
+    """Whether an entry is set: not null, false, zero or empty, nor only made of such values."""
     if isinstance(value, Mapping):
         entries = cast(Mapping[str, Any], value)
         return any(map(_is_set, entries.values()))

@@ -1,6 +1,6 @@
 """Reading the weights of an inspected Hugging Face folder into a parameter tree.
 
-The tree is allocated once, in its final form; `copying` fills it as the report's placements say.
+The tree is allocated once, in its final form; `copying` fills it by the placements of the report.
 """
 
 import dataclasses
@@ -35,16 +35,16 @@ def read_weights(
     """The parameter tree of an inspected Hugging Face folder, as NumPy arrays.
 
     Args:
-        report: From `inspect`; must be free of problems.
-        dtype: Type of the leaves; "auto" is the checkpoint's own. Some stay float32.
-        progress: Called with bytes read so far and in all, after each piece.
-        keep, cut: As of `copy_tree`.
-        passed: Leaves of `report.by_output` that are taken as they are stored, each a `Scaled`.
-        as_stored: `keep` gets leaves with their axes in memory as in the file, which is read
-            faster; not in rows, and not a `Scaled`.
+        report: The result of `inspect`; must have no problems.
+        dtype: Type of the leaves; "auto" is that of the checkpoint. Some stay float32.
+        progress: Called after each piece with the bytes read so far and in total.
+        keep, cut: As in `copy_tree`.
+        passed: Leaves of `report.by_output` to return unchanged, each as a `Scaled`.
+        as_stored: `keep` gets leaves in the memory order of the file, which is faster to read.
+            Leaves read in rows and `Scaled` leaves are not affected.
 
     Raises:
-        ConversionError: With every NaN, Inf and overflow found.
+        ConversionError: The values have NaN, Inf or overflows; lists all of them.
     """
     report.require_ok()
     forms = dict(passed or {})
@@ -85,7 +85,7 @@ def read_weights(
         return Scaled(values=values, scales=scales, form=form)
 
     def cut_of(path: KeyPath, shape: Shape) -> list[tuple[int, int]] | None:
-        """Only what is stored row by row is read in rows."""
+        """Read in rows only leaves that are stored row by row."""
         rows = places.get(path, [])
         is_cut = all(_is_row(place) or _has_rows(place) for place in rows)
         return cut(path, shape) if cut and is_cut else None
@@ -114,12 +114,12 @@ def read_weights(
 
 
 def _is_row(place: Placement) -> bool:
-    """Whether it fills one row of its leaf's first axis: an expert's tensor."""
+    """Whether it fills one row of its leaf's first axis, as the tensor of one expert does."""
     return bool(place.part.index) and isinstance(place.part.index[0], int)
 
 
 def _has_rows(place: Placement) -> bool:
-    """Whether it fills all rows of its leaf's first axis, which lie one after another."""
+    """Whether it fills all rows of its leaf's first axis, and the file stores them in sequence."""
     part = place.part
     return (
         part.axes[0] == 0
@@ -147,7 +147,7 @@ def _copy(report: Report, place: Placement, target: Array) -> Copy:
 
 
 def _tied_head(report: Report) -> Iterator[str]:
-    """A head beside a tied embedding must be a copy of it."""
+    """A problem if the head of a tied model differs from the embedding."""
     table = report.tensors()
     wanted = {place.name for place in report.placements}
     if table.lm_head not in wanted and has_own_head(report.folder, report.stored, table):
@@ -158,7 +158,7 @@ def _tied_head(report: Report) -> Iterator[str]:
 
 
 def has_own_head(folder: Path, held: Mapping[str, Stored], table: Table) -> bool:
-    """Whether a folder holds a head that differs from its embedding."""
+    """Whether a folder has a head that differs from its embedding."""
     head, embed = held.get(table.lm_head), held.get(table.embed)
     if head is None or embed is None:
         return False

@@ -1,8 +1,8 @@
 """The `config.json` and `generation_config.json` of DiffusionGemma.
 
-Both spellings are read: the release's `global_head_dim` and `num_global_key_value_heads`, and the
-`per_layer_config` that transformers writes. Every entry is read, known to change nothing here, or
-refused by name. The vision part is left out.
+Two spellings are supported: `global_head_dim` and `num_global_key_value_heads` of the release, and
+`per_layer_config`, which transformers writes. Every entry is read, known to change nothing here, or
+refused by name. The vision part is ignored.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from .fields import Fields, Json, common_refusals, shown, well_formed
 from .parsers import Layers
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_PATTERN = 6  # each so many layers the last is global, where a config lists no layers
+_PATTERN = 6  # in a config that lists no layers, the last of every 6 is global
 _MOST_LAYERS = 10_000
 _SAMPLER = "EntropyBoundSamplerConfig"
 _NUMBERS = (
@@ -23,7 +23,7 @@ _NUMBERS = (
     "stability_threshold",
     "confidence_threshold",
 )
-# Entries that change nothing here, or are read elsewhere: ids, types, training, images.
+# Entries that have no effect here or are read elsewhere: ids, types, training, images.
 _KNOWN = {
     "architectures",
     "model_type",
@@ -80,7 +80,7 @@ _TEXT = {
 
 
 def diffusion_gemma(fields: Fields, layers: Layers) -> dict[str, Any]:
-    """Gemma 4's names under `text_config`, and the length of a canvas."""
+    """Network fields from Gemma 4's names under `text_config`, and the length of a canvas."""
     del layers
     common_refusals(fields)
     _tied(fields)
@@ -126,9 +126,9 @@ def diffusion_gemma(fields: Fields, layers: Layers) -> dict[str, Any]:
 
 
 def numbers(generation: Json, problems: list[str]) -> tuple[tuple[str, float], ...]:
-    """What a `generation_config.json` says of denoising, by the names of the strategy's fields.
+    """The denoising settings of a `generation_config.json`, by the strategy's field names.
 
-    Their ranges are the strategy's.
+    The strategy checks their ranges.
     """
     sampler = Fields(generation, problems, []).object("sampler_config")
     if not sampler and generation.get("sampler_config"):
@@ -160,7 +160,7 @@ def numbers(generation: Json, problems: list[str]) -> tuple[tuple[str, float], .
 
 
 def _refuse(text: Fields) -> None:
-    """Problems of what other Gemma 4 networks have and this one lacks."""
+    """Add a problem for each feature of other Gemma 4 networks that this one lacks."""
     for key in ("hidden_activation", "hidden_act"):
         text.must_be(key, "gelu_pytorch_tanh", why="the feed-forward halves are gated by it")
     text.must_be("attention_bias", False, why="no projection has a bias")
@@ -178,7 +178,7 @@ def _tied(fields: Fields) -> None:
 
 
 def _refuse_unknown(fields: Fields, known: set[str], where: str) -> None:
-    """Entries that may describe another network; those that are off, or say nothing, may stay."""
+    """Refuse unknown entries, which may describe another network, unless they are off or empty."""
     for key, value in fields.config.items():
         if key not in known and value not in (None, False, 0, "", [], {}):
             fields.problems.append(
@@ -188,7 +188,7 @@ def _refuse_unknown(fields: Fields, known: set[str], where: str) -> None:
 
 
 def _sliding(text: Fields) -> tuple[bool, ...]:
-    """Which layers slide; the last is global whatever is said, as in transformers."""
+    """Which layers slide; the last one is always global, as in transformers."""
     count = text.whole("num_hidden_layers", most=_MOST_LAYERS)
     kinds = text.config.get("layer_types")
     if kinds is None:
@@ -211,7 +211,7 @@ def _sliding(text: Fields) -> tuple[bool, ...]:
 def _global_heads(
     text: Fields, sliding: tuple[bool, ...], kv_heads: int, head_dim: int
 ) -> tuple[int, int]:
-    """KV heads of the global layers and their size, in either spelling."""
+    """Number and size of the KV heads of the global layers, in either spelling."""
     said = text.config.get("per_layer_config")
     if said is None:
         return text.whole("num_global_key_value_heads", kv_heads or 1), text.whole(
@@ -251,7 +251,7 @@ def _global_heads(
 
 
 def _rope(text: Fields, kind: str, head_dim: int) -> tuple[float, int | None]:
-    """Theta, and how many components of a head are rotated (None: all)."""
+    """Theta, and the number of rotated components of a head (None: all)."""
     entry = text.object("rope_parameters").get(kind)
     if not isinstance(entry, Mapping):
         text.problems.append(

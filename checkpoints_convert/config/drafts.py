@@ -1,6 +1,7 @@
 """The `config.json` of DFlash drafters: attention windows, target layers, refusals.
 
-The target layers and the mask token depend on the draft's training, so the config must state them.
+The target layers and the mask token depend on the training of the drafter, so the config must
+state them.
 """
 
 from typing import Any, cast
@@ -37,7 +38,7 @@ _READ = (
 
 
 def dflash(fields: Fields, layers: Layers) -> dict[str, Any]:
-    """Qwen3's names, and `dflash_config`; entries of that come before those at the top.
+    """Network fields from Qwen3's names and `dflash_config`, whose entries win over the others.
 
     Source: z-lab/dflash (dflash/model.py), vllm (models/qwen3_dflash.py) for which entry wins.
     """
@@ -51,7 +52,7 @@ def dflash(fields: Fields, layers: Layers) -> dict[str, Any]:
         fields.notes.append(f"dflash_config holds entries that are not read: {', '.join(unread)}")
     theta, scaling, partial = rope(fields)
     no_partial_rope(fields, partial)
-    # vocab_size is optional: the target states it too.
+    # vocab_size is optional, since the target also states it.
     vocab = {} if fields.config.get("vocab_size") is not None else {"vocab_size": 1}
     network = decoder(Fields({**fields.config, **vocab}, fields.problems, fields.notes))
     windows, causal = _views(own, said, network["num_layers"])
@@ -68,7 +69,7 @@ def dflash(fields: Fields, layers: Layers) -> dict[str, Any]:
     return {
         **network,
         "vocab_size": size,
-        "tie_embeddings": False,  # there is neither embedding nor head
+        "tie_embeddings": False,  # a drafter has neither embedding nor head
         "rope_theta": theta,
         "rope_scaling": scaling,
         "qk_norm": layers.qk_norm,
@@ -86,7 +87,7 @@ def dflash(fields: Fields, layers: Layers) -> dict[str, Any]:
 
 
 def _refuse(fields: Fields) -> None:
-    """Problems of what other drafters have and this network lacks."""
+    """Add a problem for each feature of other drafters that this network lacks."""
     said = fields.object("dflash_config")
     for key in _DFLASH_2:
         if said.get(key):
@@ -115,7 +116,7 @@ def _refuse(fields: Fields) -> None:
 
 
 def _taps(own: Fields) -> tuple[int, ...]:
-    """Layers of the target whose states are read; a wrong guess would only draft badly."""
+    """Layers of the target whose states are read; required, as a wrong guess drafts badly."""
     stated = own.config.get("target_layer_ids")
     ids = cast("list[Any]", stated) if isinstance(stated, list) else []
     are_layers = all(type(i) is int and i >= 0 for i in ids)
@@ -129,7 +130,7 @@ def _taps(own: Fields) -> tuple[int, ...]:
 
 
 def _views(own: Fields, said: Json, layers: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
-    """How far each layer sees, and whether in token order."""
+    """The attention window of each layer, and whether it is causal."""
     config, is_muse = own.config, _is_muse(own.config)
     kinds = config.get("layer_types")
     if kinds is None:  # transformers' default for its own class is to slide everywhere
@@ -149,13 +150,13 @@ def _views(own: Fields, said: Json, layers: int) -> tuple[tuple[int | None, ...]
     reach = None
     if any(sliding):
         key = "sliding_window" if said.get("swa_window_size") is None else "swa_window_size"
-        # transformers counts the positions on one side; the others those a row sees, its own too.
+        # transformers counts positions on one side; others count all that a row sees, with its own.
         reach = own.whole(key) + own.flag("window_inclusive", is_muse)
     return tuple(reach if slides else None for slides in sliding), tuple(causal)
 
 
 def _is_muse(config: Json) -> bool:
-    """Whether the config is of transformers' own class, which has defaults of its own."""
+    """Whether the config is of the class in transformers, which has other defaults."""
     named = config.get("architectures") or [config.get("model_type")]
     return not _MUSE.isdisjoint([named] if isinstance(named, str) else named)
 

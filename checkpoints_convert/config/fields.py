@@ -1,6 +1,6 @@
-"""Typed reading of a `config.json`, and the entries that no family supports.
+"""Typed reading of a `config.json`, and refusal of entries that no family supports.
 
-Both spellings of rotary embedding are read: top-level `rope_theta` / `rope_scaling`, and the
+Two spellings of rotary embedding are supported: top-level `rope_theta` / `rope_scaling`, and
 `rope_parameters` of transformers 5.
 """
 
@@ -51,21 +51,21 @@ class Fields:
 
     Attributes:
         problems: Reasons to refuse the config.
-        notes: What a user should know although it is read.
+        notes: Warnings that do not prevent reading.
     """
 
     def __init__(self, config: Json, problems: list[str], notes: list[str]):
         self.config, self.problems, self.notes = config, problems, notes
 
     def renamed(self, names: Mapping[str, str]) -> "Fields":
-        """The same entries, those of other names as a dialect of ours has them; old -> new."""
+        """The same entries with keys renamed, old -> new, to those of a known dialect."""
         config = {names.get(key, key): value for key, value in self.config.items()}
         return Fields(config, self.problems, self.notes)
 
     def whole(
         self, key: str, default: int | None = None, low: int = 1, most: int = 2**31 - 1
     ) -> int:
-        """A whole number in [low, most], `low` 0 or 1; 0 beside a problem."""
+        """A whole number in [low, most], `low` 0 or 1; 0 and a problem if it is not."""
         value = self.config.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
@@ -78,7 +78,7 @@ class Fields:
         return value
 
     def number(self, key: str, default: float | None = None, *, inside: Json | None = None) -> Any:
-        """A positive number, of the config or of the object `inside` it; 0 beside a problem."""
+        """A positive number of the config or of the object `inside` it; 0 and a problem if not."""
         value = (self.config if inside is None else inside).get(key)
         value = default if value is None else value
         if (
@@ -91,14 +91,14 @@ class Fields:
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """True or false; null and nothing are the default."""
+        """True or false; the default if the entry is null or missing."""
         value = self.config.get(key)
         if value is not None and not isinstance(value, bool):
             self.problems.append(f"{key}={value!r} must be true or false")
         return value if isinstance(value, bool) else default
 
     def must_be(self, key: str, *allowed: Any, why: str) -> None:
-        """A problem unless the entry is null, missing or one of `allowed`."""
+        """Add a problem unless the entry is null, missing or one of `allowed`."""
         value = self.config.get(key)
         if value is None or any(value is one or (value == one) is True for one in allowed):
             return
@@ -106,19 +106,19 @@ class Fields:
         self.problems.append(f"{key}={shown(value)} is not supported; only {rule} is ({why})")
 
     def object(self, key: str) -> Json:
-        """A JSON object, empty where there is none."""
+        """A JSON object; empty if the entry is missing."""
         value = self.config.get(key)
         return cast("Json", value) if isinstance(value, Mapping) else {}
 
     def divided(self, heads_key: str, width_key: str, stated_by: str | None = None) -> int:
-        """Width of a head where the config does not state it.
+        """Width of a head, computed because the config does not state it.
 
         Args:
-            stated_by: The entry that could state it, if there is one in the dialect.
+            stated_by: The entry of the dialect that could state it, if any.
         """
         heads, width = self.config.get(heads_key), self.config.get(width_key)
         if not (isinstance(heads, int) and isinstance(width, int)) or min(heads, width) < 1:
-            return 1  # which is a problem already
+            return 1  # already reported as a problem
         if width % heads:
             unsaid = f"{stated_by} is not given and " if stated_by else ""
             remedy = f"state {stated_by}" if stated_by else "correct config.json"
@@ -133,7 +133,7 @@ class Rope(NamedTuple):
 
     Attributes:
         scaling: Fields of `Llama3Scaling` or `YarnScaling`, None without scaling.
-        partial: Share of a head that is rotated, None where the config does not say.
+        partial: Share of a head that is rotated; None if the config does not state it.
     """
 
     theta: float
@@ -172,10 +172,10 @@ def rope(fields: Fields) -> Rope:
 
 
 def common_refusals(fields: Fields, *, windows: bool = False) -> None:
-    """Problems of any family: sliding windows, unknown activations.
+    """Add the problems common to all families: sliding windows, unknown activations.
 
     Args:
-        windows: The caller reads sliding windows.
+        windows: The caller reads sliding windows, so they are no problem.
     """
     config = fields.config
     fields.must_be("hidden_act", "silu", why="the feed-forward half is SwiGLU")
@@ -188,7 +188,7 @@ def common_refusals(fields: Fields, *, windows: bool = False) -> None:
 
 
 def no_partial_rope(fields: Fields, partial: float | None) -> None:
-    """A problem if only a part of a head is rotated."""
+    """Add a problem if only a part of a head is rotated."""
     if partial not in (None, 1.0):
         fields.problems.append(
             f"partial_rotary_factor={partial} is not supported; only 1.0 is in this family"
@@ -260,7 +260,7 @@ def _has_share(entry: Json) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value as a message shows it: truth values as JSON writes them, the rest as Python does."""
+    """A value for a message: booleans as in JSON, other values as in Python."""
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 

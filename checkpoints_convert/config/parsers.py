@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, cast
 
 from .fields import Fields, common_refusals, no_partial_rope, rope
 
-_MAX_POSITION = 32768  # default, where a config has no length
-_MOST_LAYERS = 10_000  # more are a typing error
+_MAX_POSITION = 32768  # default of a config without a length
+_MOST_LAYERS = 10_000  # more are a typing mistake
 _ROUTING_BLOCK = 32  # LLaDA2.2's default
 
 
@@ -22,7 +22,7 @@ class Layers(NamedTuple):
         qk_norm: Queries and keys are normalised.
         qkv_bias: Queries, keys and values have a bias, the output projection has none (Qwen2).
         norm_topk: Expert weights are divided by their sum (SDAR-MoE's own code).
-        rms_only: `layer_norm_eps` would mean another norm (iLLaDA).
+        rms_only: Refuse `layer_norm_eps`, which would mean another norm (iLLaDA).
     """
 
     qk_norm: bool = False
@@ -31,7 +31,7 @@ class Layers(NamedTuple):
     rms_only: bool = False
 
 
-# What reads a dialect: the fields of the network's config class.
+# Reads a dialect; returns the fields of the network's config class.
 Parser = Callable[[Fields, Layers], dict[str, Any]]
 
 
@@ -58,7 +58,7 @@ def hf(fields: Fields, layers: Layers) -> dict[str, Any]:
 
 
 def qwen_moe(fields: Fields, layers: Layers) -> dict[str, Any]:
-    """Qwen3-MoE's names: experts in every layer but some."""
+    """Qwen3-MoE's names: experts in all layers except some."""
     config, network = fields.config, hf(fields, layers)
     step = fields.whole("decoder_sparse_step", 1)
     dense = set(_layer_numbers(fields, "mlp_only_layers"))
@@ -87,10 +87,10 @@ def qwen_moe(fields: Fields, layers: Layers) -> dict[str, Any]:
 
 
 def llada_moe(fields: Fields, layers: Layers) -> dict[str, Any]:
-    """LLaDA-MoE's names for Qwen3-MoE's layers; weights of experts are never divided by their sum.
+    """LLaDA-MoE's names for Qwen3-MoE's layers; expert weights are never divided by their sum.
 
-    Source: modeling_lladamoe.py of LLaDA-MoE-7B-A1B, which reads neither `norm_topk_prob` nor
-    groups nor a factor of the weights.
+    Source: modeling_lladamoe.py of LLaDA-MoE-7B-A1B, which does not read `norm_topk_prob`, groups
+    or a factor of the weights.
     """
     config, count = fields.config, fields.whole("num_hidden_layers", most=_MOST_LAYERS)
     for key, allowed, why in (
@@ -171,7 +171,7 @@ def llada(fields: Fields, layers: Layers) -> dict[str, Any]:
 
 
 def llada2(fields: Fields, layers: Layers) -> dict[str, Any]:
-    """LLaDA2's names, which are those of Ling: fused projections, sigmoid routing, groups."""
+    """LLaDA2's names, which come from Ling: fused projections, sigmoid routing, groups."""
     del layers
     common_refusals(fields)
     for key, allowed, why in (
@@ -246,7 +246,7 @@ def _llada_ffn(fields: Fields, width: int) -> int:
 
 
 def _rotary_dim(fields: Fields, head_dim: int, partial: float | None) -> int | None:
-    """Rotated components of a head, None for all; `rotary_dim` is believed before the share."""
+    """Rotated components of a head, None for all; `rotary_dim` wins over the share."""
     share = None if partial is None else int(head_dim * partial)
     if fields.config.get("rotary_dim") is None:
         return None if share in (None, head_dim) else share
@@ -260,7 +260,7 @@ def _rotary_dim(fields: Fields, head_dim: int, partial: float | None) -> int | N
 
 
 def _groups(fields: Fields, experts: int) -> tuple[int, int]:
-    """Groups of experts and how many of them a row may use; (1, 1) for no groups."""
+    """Number of groups of experts, and number of groups that a row may use; (1, 1): no groups."""
     groups = fields.whole("n_group", 0, low=0)
     if groups <= 1:
         return 1, 1

@@ -1,4 +1,4 @@
-"""Ids of the mask, end and padding tokens, where the files of a checkpoint disagree."""
+"""Ids of the mask, end and padding tokens, resolved if the files of a checkpoint disagree."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -7,7 +7,7 @@ from typing import Any, cast
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerFacts:
-    """The contents of a folder's tokenizer files; None or empty where they state nothing.
+    """The contents of a folder's tokenizer files; None or empty if they do not state a value.
 
     Attributes:
         num_tokens: The highest token id plus one, added tokens included. Later rows of the
@@ -18,8 +18,8 @@ class TokenizerFacts:
         bos_token_id, eos_token_id, pad_token_id: Ids of these roles, if they exist.
         special_token_ids: Tokens flagged special or named for a role, ascending. Decoded text
             leaves them out.
-        vocabulary: Every token's id by its text, added ones included; an id may have two texts.
-            Not part of comparisons.
+        vocabulary: The id of every token by its text, added tokens included; an id may have two
+            texts. Ignored when facts are compared.
     """
 
     num_tokens: int | None = None
@@ -40,13 +40,13 @@ class TokenizerFacts:
     def mask_id(self, *usual: str) -> int | None:
         """Id of `mask_token`, else of the first of the family's `usual` texts that is a token.
 
-        LLaDA2's and Fast-dLLM v2's folders list their mask as an added token without a role.
+        Folders of LLaDA2 and Fast-dLLM v2 list their mask as an added token without a role.
         """
         return self.id_of(*usual) if self.mask_token_id is None else self.mask_token_id
 
 
 def _listed(value: Any) -> list[Any]:
-    """A list as it is, anything else as a list of one."""
+    """A list unchanged, any other value as a list of one."""
     return list(cast("Iterable[Any]", value)) if isinstance(value, list | tuple) else [value]
 
 
@@ -63,12 +63,12 @@ def first_id(limit: int, candidates: Iterable[Any]) -> int:
 def stop_ids(
     stated: Iterable[Any], usual: Iterable[int], vocab: int, notes: list[str]
 ) -> tuple[int, ...]:
-    """The ids that the files state and the family's own, ascending.
+    """The stop ids that the files state and those of the family, ascending.
 
     Args:
-        stated: Each file's `eos_token_id`: an id, a list of ids or None.
-        usual: Those of the family's ids that belong to this vocabulary.
-        vocab: Rows of the embedding; a stated value outside them is noted and left out.
+        stated: `eos_token_id` of each file: an id, a list of ids or None.
+        usual: Stop ids of the family that belong to this vocabulary.
+        vocab: Rows of the embedding; a stated id outside them is noted and ignored.
     """
     items = [item for value in stated for item in _listed(value)]
     for item in items:
@@ -87,14 +87,14 @@ def mask_id(
     problems: list[str],
     notes: list[str],
 ) -> int:
-    """The id of the first source that has one.
+    """The id of the mask token from the first source that has one.
 
-    Published SDAR-MoE configs name a pad or end id as the mask: such a source is skipped if
-    another one has an id. Any disagreement is noted.
+    Published SDAR-MoE configs name a padding or end id as the mask. Such a source is skipped if
+    another has an id. Disagreement is noted.
 
     Args:
-        sources: Each source's id by its name, the most trusted first.
-        ends: Ids of padding and of ends of text.
+        sources: Id of each source by its name, the most trusted first.
+        ends: Ids of padding and end tokens.
     """
     said = {where: i for where, i in sources.items() if i is not None}
     if not said:

@@ -105,7 +105,7 @@ def _llada2(cfg: Any, layers: Layers) -> dict[str, Any]:
 
 def _dflash(cfg: Any, layers: Layers) -> dict[str, Any]:
     sliding = tuple(reach is not None for reach in cfg.windows)
-    is_mixed = len({*cfg.causal}) > 1  # a config states this only through the layers' windows
+    is_mixed = len({*cfg.causal}) > 1  # a config can state this only by the windows of layers
     if len({*cfg.windows} - {None}) > 1 or (is_mixed and cfg.causal != sliding):
         raise ValueError(
             f"windows={cfg.windows} with causal={cfg.causal} have no form in a config.json; use "
