@@ -233,7 +233,8 @@ class Engine:
 
     def _dispatch(self) -> bool:
         """Admit, then dispatch prefill passes and decode chunks; False: there was none."""
-        self._admit()
+        if self.scheduler.has_waiting:
+            self._admit()
         last_pass = self._prefill()
         chunks = self._decode()
         if last_pass is not None and not chunks:
@@ -244,8 +245,6 @@ class Engine:
 
     def _admit(self) -> None:
         """Give waiting sequences slots; if all wait for programs, wait a little for these."""
-        if not self.scheduler.has_waiting:
-            return
         for sequence in self.scheduler.admit(self._has_programs):
             with self._alone(sequence):
                 self._place(sequence)

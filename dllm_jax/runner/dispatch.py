@@ -53,7 +53,8 @@ class Dispatch:
     Attributes:
         knobs: Names of the strategy's thresholds, sorted.
         weightless: The programs' `made_from` without weights, for those that read none.
-        choice_costs: Costs of the strategy's choices in any one unit, by slots.
+        choice_costs: Costs of the strategy's choices in any one unit, by slots; none where it
+            does not weigh them.
         is_profiled: Run steps by programs whose launches a profile holds, one by one.
         passes: Prefill passes, by tokens and pages of a prompt, kind, prompts.
     """
@@ -73,6 +74,9 @@ class Dispatch:
         self.knobs = tuple(sorted(layout.knobs))
         self.take(made_from)
         self._admitted: list[_Admission] = []  # not dispatched yet
+        fields = packing.admission_fields(layout.window, len(self.knobs))
+        self._no_fresh = np.zeros((min(ADMIT_ROWS, layout.num_slots), fields.size), np.int32)
+        self._no_fresh[:, fields.at("slot")] = layout.num_slots  # marks a row to ignore
         self._pieces: list[_Piece] = []  # not dispatched yet, of distinct slots
         self._bound: set[int] = set()  # slots whose request has a grammar
         self._bucket: grammars.Sizes | None = None  # of these grammars
@@ -112,7 +116,7 @@ class Dispatch:
         A pass or steps that are dispatched next bring it along, or several are one program.
         """
         # No sooner: `begin` may join the last one.
-        is_full = len(self._admitted) == min(ADMIT_ROWS, self.layout.num_slots)
+        is_full = len(self._admitted) == len(self._no_fresh)
         # Two rows of one program for the same slot would have no order.
         waiting = [slot for slot, _, _ in self._admitted] + [piece.slot for piece in self._pieces]
         if is_full or slot in waiting:
@@ -125,10 +129,10 @@ class Dispatch:
     def flush(self) -> None:
         """Dispatch the admissions, then the pieces of prompts, that wait for more of their kind."""
         pieces, self._pieces = self._pieces, []
-        if not pieces and (admitted := self._take_admitted()):
-            args, static = (self._fresh(admitted),), {"knobs": self.knobs}
-            call = Call(("admit",), programs.admit, self.weightless, args, static)
-            self.run(call, [slot for slot, _, _ in admitted])
+        if not pieces and self._admitted:
+            slots = [slot for slot, _, _ in self._admitted]
+            args, static = (self._fresh(),), {"knobs": self.knobs}
+            self.run(Call(("admit",), programs.admit, self.weightless, args, static), slots)
         # Full batches or single pieces: a padding row would cost a prompt's computation.
         count = self.layout.prompts_a_pass if len(pieces) == self.layout.prompts_a_pass else 1
         for i in range(0, len(pieces), count):
@@ -141,28 +145,22 @@ class Dispatch:
             piece.boundary.cancel()
         self._pieces.clear()
 
-    def _take_admitted(self) -> list[_Admission]:
-        """The admissions that the next program brings along."""
-        admitted, self._admitted = self._admitted, []
-        return admitted
-
-    def _fresh(self, admitted: Sequence[_Admission]) -> np.ndarray:
-        """Fresh requests as [A X], `packing.admission_fields`."""
-        window, num_slots = self.layout.window, self.layout.num_slots
+    def _fresh(self) -> np.ndarray:
+        """The admissions, which wait no more, as [A X], `packing.admission_fields`."""
+        if not self._admitted:
+            return self._no_fresh
+        window, rows = self.layout.window, self._no_fresh.copy()
         fields = packing.admission_fields(window, len(self.knobs))
-        rows = np.zeros((min(ADMIT_ROWS, num_slots), fields.size), np.int32)
-        rows[:, fields.at("slot")] = num_slots  # ignores the rows that fill up
+        admitted, self._admitted = self._admitted, []
         for row, (slot, placement, decodes) in zip(rows, admitted, strict=False):
             ints, floats = packing.pack_request(placement, window, self.knobs)
             row[fields.at("slot")], row[fields.at("decodes")] = slot, decodes
             row[fields.span("ints")], row[fields.span("floats")] = ints, floats.view(np.int32)
         return rows
 
-    def _with_fresh(
-        self, rows: np.ndarray, admitted: Sequence[_Admission]
-    ) -> tuple[np.ndarray, dict[str, Any]]:
-        """What a program takes that brings fresh requests along, and its keywords."""
-        given = np.concatenate([rows, self._fresh(admitted)], axis=None)
+    def _with_fresh(self, rows: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+        """What a program takes that brings the admissions along, and its keywords."""
+        given = np.concatenate([rows, self._fresh()], axis=None)
         return given, {"knobs": self.knobs, "num_rows": len(rows), "width": rows.shape[1]}
 
     def prefill(
@@ -221,7 +219,7 @@ class Dispatch:
         words = np.concatenate([piece.words for piece in pieces])
         columns = words.shape[1] - packing.piece_fields(size).size
         self.passes[size, columns, kind, len(pieces)] += 1
-        given, static = self._with_fresh(words, self._take_admitted())
+        given, static = self._with_fresh(words)
         static |= {"size": size, "kind": kind}
         options = programs.MANY_ROWS | (programs.NOTHING_RECORDED if self._is_wide else {})
         key = ("prefill", *words.shape, size, kind)
@@ -285,7 +283,7 @@ class Dispatch:
             early=early,
             pages=pages,
         )
-        given, static = self._with_fresh(requests, self._take_admitted())
+        given, static = self._with_fresh(requests)
         active = rows[:num_active].tolist()
         bound = [row in self._bound for row in active]
         sizes = self._bucket if any(bound) else None
@@ -325,12 +323,12 @@ class Dispatch:
 
         Costs are data: a later measurement, or a new `choice_costs`, compiles nothing again.
         """
-        strategy = self.programs.strategy
-        if not strategy.weighs_costs:
+        if not self.choice_costs:
             return self.programs
         known = [n for n in self.choice_costs if n >= num_slots] or [*self.choice_costs][-1:]
         costs = np.asarray(self.choice_costs[min(known)], np.float32)
-        return self.programs.replace(strategy=strategy.replace(costs=costs))
+        strategy = self.programs.strategy.replace(costs=costs)
+        return self.programs.replace(strategy=strategy)
 
 
 class _Recorder(Dispatch):

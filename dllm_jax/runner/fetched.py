@@ -50,7 +50,7 @@ class Fetched:
         """Bring the rest of the slots to the host; False: the device failed, and they are lost."""
         far = self._far
         try:
-            self._far = None if far is None else self._runner.read(lambda: np.asarray(far))
+            self._far = None if far is None else self._runner.device.read(lambda: np.asarray(far))
         except (DeviceFailure, jax.errors.JaxRuntimeError):
             return False
         return True

@@ -61,7 +61,7 @@ class Fields:
             values: A number, or an array whose last axis runs along the part from its first word.
         """
         shapes = [getattr(value, "shape", ()) for value in values.values()]
-        firsts = [self.at(name) for name in values]
+        firsts = [self._slices[name].start for name in values]
         ends = [at + (shape[-1] if shape else 1) for at, shape in zip(firsts, shapes, strict=True)]
         rows = np.zeros((count, max(self.size, *ends)), np.int32)
         for at, end, value in zip(firsts, ends, values.values(), strict=True):

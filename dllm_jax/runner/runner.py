@@ -109,7 +109,8 @@ class ModelRunner(Dispatch):
             CompileFailure: It cannot be traced; nothing was run. Admissions that it was to bring
                 along are lost.
         """
-        self.flush()
+        if self._admitted or self._pieces:
+            self.flush()
         if call.name not in self.device.compiled:
             self.device.wait(self.submit(self.device.compile, call, slots))
             self.num_late_compiles += self.is_warm and not self.is_profiled
@@ -151,11 +152,12 @@ class ModelRunner(Dispatch):
         Raises:
             DeviceFailure: It failed, or one before it did: the state is gone.
         """
-        self.flush()  # the device need not wait
+        if self._admitted or self._pieces:
+            self.flush()  # the device need not wait
         try:
             packed, far = self.device.wait(chunk.words)
             # Copied: where `_near` holds it, its memory is another result's once it is let go.
-            return Fetched(self.read(lambda: np.array(packed)), self, far)
+            return Fetched(self.device.read(lambda: np.array(packed)), self, far)
         except jax.errors.JaxRuntimeError as error:  # where it failed after it was launched
             raise self.failure(error) from error
 
@@ -168,7 +170,7 @@ class ModelRunner(Dispatch):
         self.flush()
         try:
             row = self.device.wait(last_pass)
-            self.read(lambda: jax.block_until_ready(row))
+            self.device.read(lambda: jax.block_until_ready(row))
         except jax.errors.JaxRuntimeError as error:
             raise self.failure(error) from error
 
@@ -176,14 +178,6 @@ class ModelRunner(Dispatch):
         """Until all that was dispatched is done."""
         self.flush()
         self.device.wait(self.submit(lambda: jax.block_until_ready(self.state)))
-
-    def read(self, function: Callable[[], Any]) -> Any:
-        """The result of a function that waits for the device.
-
-        Raises:
-            DeviceFailure: A process that shares the model is gone.
-        """
-        return self.device.read(function)
 
     def read_labels(self, *arrays: np.ndarray) -> np.ndarray:
         """`labels.forward` of the model, in any thread.
@@ -197,7 +191,7 @@ class ModelRunner(Dispatch):
         if not self.is_open:
             raise RuntimeError("the engine is closed; make another LLM")
         found = self.device.wait(self.submit(self.device.read_labels, *arrays))
-        return self.read(lambda: np.asarray(found))
+        return self.device.read(lambda: np.asarray(found))
 
     @property
     def num_words(self) -> int:

@@ -119,7 +119,7 @@ def test_small_pieces_wait_for_more_and_nothing_passes_them():
     ran.admit(0)  # its piece of before goes first, and brings the other one along
     assert ran.new() == [("prefill", [0])]
     device.flush()
-    assert ran.new() == [("admit", [0, *[num_slots] * (device._admit_rows - 1)])]
+    assert ran.new() == [("admit", [0, *[num_slots] * (len(device._no_fresh) - 1)])]
     for count in (0, 1):
         ran.admit(0)
         ran.prefill(*[0] * count)
