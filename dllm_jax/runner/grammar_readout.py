@@ -21,11 +21,10 @@ from dllm_jax.kernels.token_readout import (
 )
 from dllm_jax.models.head import Head
 from dllm_jax.runner.cells import Cells
+from dllm_jax.runner.chunks import by_row, in_chunks
 from dllm_jax.runner.readout import (
     Reader,
-    by_row,
     ids_of,
-    in_chunks,
     of_rows,
     read_rows,
     read_stats,

@@ -33,7 +33,7 @@ from dllm_jax.kernels.token_readout.head import Fp8Head
 from dllm_jax.models.head import Head
 from dllm_jax.models.sharding import first_of
 from dllm_jax.runner.cells import Cells
-from dllm_jax.runner.chunks import FEW_ROWS, in_chunks
+from dllm_jax.runner.chunks import FEW_ROWS, by_row, in_chunks
 from dllm_jax.strategies.core.draw import Shard, drawn_law, normaliser, settled, token_stats
 from dllm_jax.strategies.core.protocol import Readout, TokenStats
 from dllm_jax.strategies.core.state import Sampling
@@ -214,15 +214,6 @@ def ids_of(logits: Array, shard: Shard | None) -> Int[Array, " V"]:
     return ids if shard is None else shard.first(logits) + ids
 
 
-def by_row(which: Array, a: Any, b: Any) -> Any:
-    """Rows of `a` where `which` is, else of `b`."""
-
-    def pick(a: Array, b: Array) -> Array:
-        return jnp.where(which.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
-
-    return jax.tree.map(pick, a, b)
-
-
 def read_expected(reader: Reader, hidden: Float[Array, "R D"], ask: Readout) -> TokenStats:
     """Statistics of each row with `soft`, the expected embedding; arguments as of `read_stats`.
 
@@ -249,15 +240,11 @@ def read_expected(reader: Reader, hidden: Float[Array, "R D"], ask: Readout) -> 
             "the model has a head that is not its embedding, of which predict reads no "
             "expectation; use out.soft()"
         )
-    of_slot = len(hidden) // len(sampling.temperature)
-    each = sampling.of_rows(of_slot)
-    own = ask.replace(sampling=each)
-
+    each = sampling.of_rows(len(hidden) // len(sampling.temperature))
     # From NumPy ids the mask is a constant of the program.
     ids = np.arange(len(head.embedding), dtype=np.int32)
     never = reader.forbidden(ids if shard is None else first_of(len(ids), shard.axis) + ids)
-
-    rows = (hidden, own)
+    rows = hidden, ask.replace(sampling=each)
     is_kernel = shard is None and choose_law(hidden[:LAW_ROWS], head.weights) != "xla"
     at_once = KERNEL_LAW_ROWS if is_kernel else LAW_ROWS
 
@@ -272,8 +259,8 @@ def read_expected(reader: Reader, hidden: Float[Array, "R D"], ask: Readout) -> 
             how = {"scale": head.scale, "cap": head.cap, "is_warm": is_warm}
             read = law_readout(hidden, head.weights, never, heat, **how)
         else:
-            logits = logits_of(hidden)
-            read = _of_part(logits / heat[:, None], head.embedding.dtype, shard)
+            law = logits_of(hidden) / heat[:, None]
+            read = _of_part(law, head.embedding.dtype, shard)
         return _stats_of(reader, read, ask)
 
     def narrowed(rows: tuple[Any, ...]) -> TokenStats:

@@ -17,7 +17,7 @@ from dllm_jax.kernels.grammar_path import triton
 from dllm_jax.kernels.token_readout import IdClasses, class_readout, mosaic, token_readout
 from dllm_jax.kernels.token_readout import triton as readout
 from dllm_jax.runner import grammars
-from dllm_jax.runner.readout import by_row
+from dllm_jax.runner.chunks import by_row
 from dllm_jax.strategies.core import constraint
 from dllm_jax.strategies.core.constraint import IdStats, View
 from tests.cross_lowering import H200, triton_grids
