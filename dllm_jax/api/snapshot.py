@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from dllm_jax.api.json_fields import check_fields
-from dllm_jax.engine.layout import EngineConfig, Placement
+from dllm_jax.engine.layout import EngineConfig, Placement, SamplingNumbers
 from dllm_jax.engine.requests import SamplingParams
 from dllm_jax.engine.sequence import Sequence
 from dllm_jax.loading.jax_settings import cache_folder
@@ -330,6 +330,12 @@ def _of(kind: Any, path: str, fields: Any) -> Any:
     """A frozen dataclass from JSON, whose lists are tuples."""
     check_fields(path, fields, {})
     hints = typing.get_type_hints(kind)
+    numbers = fields.get("sampling")
+    if isinstance(numbers, list) and len(numbers) == 3:
+        kinds = typing.get_type_hints(SamplingNumbers)
+        drawn = dict(zip(kinds, numbers, strict=True))
+        check_fields(f"{path}.sampling", drawn, kinds)
+        fields = {**fields, "sampling": SamplingNumbers(**drawn)}
     check_fields(path, fields, {name: hints[name] for name in fields if name in hints})
     return kind(**_tuples(fields))
 
