@@ -43,7 +43,6 @@ from dllm_jax.engine.requests import Request, RequestOutput, SamplingParams
 from dllm_jax.engine.rules import NUMBERS
 from dllm_jax.loading.chat import Messages
 from dllm_jax.loading.jax_settings import enable_compile_cache
-from dllm_jax.loading.templates import tool_schema
 from dllm_jax.loading.tool_forms import NO_FORM, tool_form
 from dllm_jax.runner.memory import MemoryPlan
 from dllm_jax.runner.worker import check_process
@@ -263,6 +262,8 @@ class LLM:
             template_kwargs: As of `apply_template`, for every conversation.
         """
         params, every = either(params, sampling_params), each_conversation(messages)
+        from dllm_jax.loading.templates import tool_schema  # with it comes the template engine
+
         tools = None if tools is None else list(map(tool_schema, tools))
         form = tool_form(self.model, tool_format) if tools else NO_FORM
         if tools and form.name is None and tool_choice is None:
