@@ -1,7 +1,7 @@
 """An HTTP/1.1 client that stamps each event of a stream with its time of arrival.
 
-asyncio moves the bytes and h11 frames them. Events are not decoded here: what a client does while
-it measures is not to delay what it measures.
+asyncio moves the bytes and h11 frames them. Events are not decoded here, since that would delay the
+measurement.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import h11
 
 READ_BYTES = 1 << 16
-MOST_WHOLE_BYTES = 64 << 20  # of an answer that is no stream
+MOST_WHOLE_BYTES = 64 << 20  # of a plain answer
 _DONE = b"[DONE]"
 
 
@@ -24,9 +24,9 @@ class Exchange(NamedTuple):
     """One request and its answer.
 
     Attributes:
-        sent_s, ended_s: On the clock of `time.perf_counter`.
-        body: Of an answer that is no stream.
-        events: Data of each event of a stream, with its time of arrival; `[DONE]` is left out.
+        sent_s, ended_s: Times of `time.perf_counter`.
+        body: Body of a plain answer.
+        events: Data of each event of a stream without `[DONE]`, with its time of arrival.
         is_done: The stream ended with `[DONE]`.
     """
 
@@ -46,11 +46,11 @@ class Client:
     """Connections to one server, kept open between requests.
 
     Args:
-        base_url: Its scheme, host and port, and a path before every path asked for.
+        base_url: Scheme, host and port of the server, and a prefix of all paths.
         headers: Sent with every request.
 
     Raises:
-        ValueError: It is no such URL.
+        ValueError: `base_url` is not of this form.
     """
 
     def __init__(self, base_url: str, headers: Mapping[str, str] | None = None):
@@ -82,7 +82,7 @@ class Client:
         """One request and its whole answer.
 
         Raises:
-            OSError: The server is not there, or left.
+            OSError: The server cannot be reached, or closed the connection.
         """
         headers = list(self._headers)
         if body is not None:
@@ -97,7 +97,7 @@ class Client:
             except (OSError, h11.RemoteProtocolError) as error:
                 connection.close()
                 if is_used and not connection.is_answered:
-                    continue  # the server closed it while nothing was under way
+                    continue  # the server closed an idle connection
                 raise Disconnected(f"the connection was closed early ({error})") from error
             except BaseException:
                 connection.close()
@@ -124,7 +124,7 @@ class Client:
 
 
 class _Connection:
-    """One connection; `is_answered` once something of an answer arrived."""
+    """One connection; `is_answered` is set once a part of an answer has arrived."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._reader, self._writer = reader, writer
@@ -160,7 +160,7 @@ class _Connection:
                 raise ConnectionError("no answer")
 
     def is_reusable(self) -> bool:
-        """Whether the connection takes another request, and is now ready for it."""
+        """Whether the connection is kept open and ready for another request."""
         with contextlib.suppress(h11.LocalProtocolError):
             self._http.start_next_cycle()
             return True
@@ -171,7 +171,7 @@ class _Connection:
 
 
 class _Lines:
-    """The data lines of a stream, cut out of its bytes; comments and other fields are skipped."""
+    """Extracts the data lines of a stream; comments and other fields are skipped."""
 
     def __init__(self):
         self.events: list[tuple[float, bytes]] = []

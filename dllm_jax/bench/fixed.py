@@ -1,8 +1,8 @@
-"""Work of a known size: a strategy that fills exactly n holes a step, however sure the model is.
+"""Work of a known size: a strategy that fills exactly n holes a step, whatever the confidence.
 
-With it L tokens take ceil(L / n) forwards, so that two runs differ in speed alone. The tokens are
-the readout's own; only their number is scripted. So no part of a forward can be left out. Canvases
-have no holes: `DiffusionGemma` is fixed where no confidence is enough and each takes its schedule.
+L tokens take ceil(L / n) forwards, so two runs differ only in speed. The tokens come from the
+readout and only their number is fixed, so no part of a forward can be skipped. Canvases have no
+holes: `DiffusionGemma` does fixed work if no confidence ends a canvas before its schedule does.
 """
 
 from typing import Any
@@ -25,8 +25,8 @@ class FixedWork(Strategy):
     Every block opens at once; blocks commit as in `MultiBD`, in the forward after their last hole.
 
     Attributes:
-        tokens_per_step: n. A block that is being committed still stands in the window, so the
-            blocks behind it must hold n holes: 2 n <= (K - 1) S + 1.
+        tokens_per_step: n. A block that is being committed still occupies the window, so the
+            blocks after it must have n holes: 2 n <= (K - 1) S + 1.
     """
 
     tokens_per_step: int = struct.field(pytree_node=False, default=4)
@@ -62,7 +62,7 @@ class FixedWork(Strategy):
 
 
 def tokens_a_step(strategy: Any) -> int | None:
-    """Tokens of each denoising step where the work is fixed, else None."""
+    """Tokens of each denoising step if the work is fixed, else None."""
     if isinstance(strategy, DiffusionGemma) and strategy.confidence_threshold == 0:
         return -(-strategy.block_size // int(strategy.max_denoising_steps))
     return strategy.tokens_per_step if isinstance(strategy, FixedWork) else None
@@ -75,7 +75,7 @@ def fixed_canvas(size: int, count: int | None) -> dict[str, float]:
 
 
 def most_tokens(block_size: int, buffer_size: int) -> int:
-    """Tokens that every step finds holes for: a step may find as many filled in the block before.
+    """Most tokens a step for which every step finds holes.
 
     At most S - 1 + n cells are filled when a step begins; K S - (S - 1 + n) >= n must be open.
     """

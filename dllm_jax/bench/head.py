@@ -1,4 +1,4 @@
-"""Whether a compiled program reads its tokens off the whole vocabulary in every branch."""
+"""Checks whether a compiled program computes logits of the whole vocabulary in every branch."""
 
 import re
 from typing import Any
@@ -9,7 +9,7 @@ _KERNEL = re.compile('name = "token_readout"|token_readout_mosaic_gpu')  # Trito
 
 
 def ids_of_device(model: Any) -> int:
-    """Ids whose logits one device computes, of those that share a model."""
+    """Number of ids whose logits one device computes, if several share a model."""
     return (
         model.config.vocab_size
         if model.split is None
@@ -18,11 +18,11 @@ def ids_of_device(model: Any) -> int:
 
 
 def has_head(program: str, vocab_size: int) -> bool:
-    """Whether every run of an optimised program computes logits of all words.
+    """Whether every run of an optimised program computes logits of all ids.
 
-    They are a float32 product with a column per word, or the readout kernel's, which takes the
-    head's weights and leaves no such array. Weights of that shape are no result, and a branch that
-    has the product says nothing of a run that takes another: of a conditional all branches must.
+    Logits are a float32 product with a column for each id, or are computed by the readout kernel,
+    which takes the weights of the head. Weights of that shape do not count. For a conditional all
+    branches must compute logits, since a run takes only one of them.
     """
     bodies, _ = computations(program)
     entry = re.search(r"^ENTRY %?([\w.\-]+)", program, re.MULTILINE)

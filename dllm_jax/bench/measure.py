@@ -1,4 +1,4 @@
-"""The two sides of `host_overhead`: what an engine ran, and what its programs cost by themselves.
+"""The two sides of `host_overhead`: the programs that an engine ran, and their bare cost.
 
 `recording` counts the decode steps and prefill passes of each compiled bucket while an engine
 works. `decode_step_ms` and `prefill_pass_ms` time the same compiled programs in a bare device
@@ -27,22 +27,22 @@ from dllm_jax.models import reference
 from dllm_jax.runner.decode import PassKind
 from dllm_jax.runner.timing import begin
 
-FEW_STEPS = 4  # the shorter of two runs; what both cost is not the steps'
+FEW_STEPS = 4  # steps of the shorter of two runs, whose fixed cost cancels
 LOGIT_TOLERANCE = 0.1  # bfloat16 rows read out in another order
-COARSE_TOLERANCE = 0.5  # rows of 8 bits: what differs in bfloat16 may be rounded a sixteenth apart
+COARSE_TOLERANCE = 0.5  # 8-bit rows: small bfloat16 differences may round a sixteenth apart
 
 Decode = tuple[int, int]  # rows, columns of the page table
 Prefill = tuple[int, int, PassKind, int]  # tokens and columns of a prompt, kind, prompts
 
 
 class Recording:
-    """A runner that counts what it runs; everything else is the inner runner's.
+    """A runner that counts its work; everything else is delegated to the inner runner.
 
     Attributes:
         steps: Decode steps that ran, by bucket.
-        tokens: Tokens those steps settled, by bucket.
-        firsts: Tokens of a request that were there when its `ttfb_s` was, by its id: a dispatch of
-            several steps brings several blocks at once.
+        tokens: Tokens that these steps settled, by bucket.
+        firsts: Tokens of each request that arrived at its `ttfb_s`, by its id: a dispatch of
+            several steps may return several blocks at once.
     """
 
     def __init__(self, inner: Any, scheduler: Scheduler):
@@ -59,7 +59,7 @@ class Recording:
     def decode(self, rows: Any, num_active: int, pages: Any, num_steps: int, early: bool) -> Any:
         """As `ModelRunner.decode`."""
         handle = self._inner.decode(rows, num_active, pages, num_steps, early)
-        # The handle is kept, so that its id stays its own.
+        # Keep the handle alive, so that its id stays unique.
         sequences = [self._scheduler.slots[row] for row in rows[:num_active]]
         self._flying[id(handle)] = handle, (pages.shape[0], pages.shape[1]), sequences
         return handle
@@ -74,7 +74,7 @@ class Recording:
                 sequences, fetched.length, fetched.before, strict=False
             ):
                 self.tokens[bucket] += length - before
-                if sequence is not None and sequence.first_s is None:  # it is set when this is read
+                if sequence is not None and sequence.first_s is None:  # set after this fetch
                     self.firsts[sequence.owner.id] = length
         return fetched
 
@@ -106,14 +106,14 @@ def decode_step_ms(
 ) -> float:
     """Milliseconds of one decode step of a compiled bucket in a bare device loop, the median.
 
-    Every row decodes a text of its own from `context` tokens on (at most half of what the bucket
-    holds): one dispatch of `steps` + 4 steps against one of 4.
+    Every row decodes another text from `context` tokens on (at most half of the bucket's capacity):
+    one dispatch of `steps` + 4 steps against one of 4.
 
     Args:
-        engine: Idle; its free pages are borrowed, cached prefixes in them are given up.
+        engine: An idle engine; its free pages are borrowed, which evicts cached prefixes in them.
 
     Raises:
-        ValueError: The engine is at work, or its pool is too small.
+        ValueError: The engine is busy, or its pool is too small.
     """
     return statistics.median(decode_step_samples(engine, rows, columns, context, steps, repeats))
 
@@ -131,11 +131,11 @@ def decode_step_samples(
     """As `decode_step_ms`, every repeat.
 
     Args:
-        text_len: Most tokens that `steps` + 4 steps write; None: half of what the bucket holds.
-        after_s: Seconds of such steps before the first that counts.
+        text_len: Most tokens that `steps` + 4 steps write; None: half of the bucket's capacity.
+        after_s: Seconds of warm-up steps before the first that counts.
     """
     with _bare_loop(engine, rows, columns, context, text_len) as spend:
-        spend(FEW_STEPS)  # compiles, if that is still to be done
+        spend(FEW_STEPS)  # compiles if necessary
         began = time.perf_counter()
         while time.perf_counter() - began < after_s:
             spend(FEW_STEPS + steps)
@@ -151,7 +151,7 @@ def decode_step_samples(
 def decode_trace(
     engine: Engine, rows: int, columns: int, context: int, steps: int, text_len: int | None = None
 ) -> tuple[profile.Trace, int]:
-    """A profile of one dispatch of the same loop, warm, and how many steps ran in it."""
+    """A profile of one warm dispatch of the same loop, and its number of steps."""
     with (
         profiled(engine),
         _bare_loop(engine, rows, columns, context, text_len) as spend,
@@ -164,7 +164,7 @@ def decode_trace(
 
 @contextlib.contextmanager
 def profiled(engine: Engine) -> Iterator[None]:
-    """Steps whose launches a profile holds; their programs compile at their first call."""
+    """Make a profile record the launches of steps; their programs compile at the first call."""
     engine.runner.is_profiled = True
     try:
         yield
@@ -176,7 +176,7 @@ def profiled(engine: Engine) -> Iterator[None]:
 def _bare_loop(
     engine: Engine, rows: int, columns: int, context: int, text_len: int | None
 ) -> Iterator[Callable[[int], tuple[float, int]]]:
-    """A function of a number of steps: the seconds of one dispatch of them, and those that ran."""
+    """A function from a number of steps to the seconds of their dispatch and the steps that ran."""
     with borrowed(engine, rows, columns, context, text_len) as (sequences, table):
         slots = np.arange(rows, dtype=np.int32)
         bare = engine.runner
@@ -206,8 +206,8 @@ def prefill_pass_ms(
     """Milliseconds of one prefill pass of a compiled bucket, one after another, the median.
 
     Args:
-        prompts: Prompts in the pass: 1, or `EngineLayout.prompts_a_pass` of the smallest sizes.
-        first: Position at which the pass begins, moved down to where the bucket holds it whole.
+        prompts: Prompts in the pass: 1, or for the smallest sizes `EngineLayout.prompts_a_pass`.
+        first: First position of the pass, moved down until the pass fits in the bucket.
     """
     room = columns * engine.layout.page_size
     first = max(0, min(first, room - size)) // engine.layout.block_size * engine.layout.block_size
@@ -234,7 +234,7 @@ def prefill_pass_ms(
 
 
 def head_in_program(engine: Engine, rows: int, columns: int) -> bool:
-    """Whether every step of the compiled decode program computes logits of all words."""
+    """Whether every step of the compiled decode program computes the logits of all ids."""
     count = ids_of_device(engine.runner.programs.model)
     return has_head(decode_program(engine, rows, columns), count)
 
@@ -248,15 +248,15 @@ def decode_program(engine: Engine, rows: int, columns: int) -> str:
 
 
 def num_reductions(program: str) -> int:
-    """Sums over devices in an optimised program, those of its loops counted once."""
+    """Sums over devices in an optimised program; those in a loop count once."""
     return len(re.findall(r" all-reduce(?:-start)?\(", program))
 
 
 def first_token_is_the_models(llm: Any) -> bool:
-    """Whether a token the engine writes is the argmax of logits computed without any cache.
+    """Whether a token of the engine is the argmax of logits computed without a cache.
 
-    The prompt leaves one hole in its last block, which `FixedWork` and, at a threshold that nothing
-    reaches, `MultiBD` fill first. A model without masks continues a prompt token by token.
+    The prompt leaves one hole in its last block, which is filled first by `FixedWork`, and by
+    `MultiBD` with an unreachable threshold. A model without masks continues the prompt.
     """
     model, size = llm.model, llm.engine.layout.block_size
     mask = model.config.mask_token_id
@@ -283,10 +283,10 @@ def first_token_is_the_models(llm: Any) -> bool:
 def borrowed(
     engine: Engine, rows: int, columns: int, context: int, text_len: int | None = None
 ) -> Iterator[tuple[list[Sequence], np.ndarray]]:
-    """Sequences that are in no queue, and a page table for them over pages of their own.
+    """Sequences outside any queue, and a page table for them over borrowed pages.
 
     Args:
-        text_len: Tokens that the texts need behind their context; None: half of the room.
+        text_len: Tokens that the texts need after their context; None: half of the room.
     """
     layout, scheduler = engine.layout, engine.scheduler
     if engine.has_work:
@@ -306,7 +306,7 @@ def borrowed(
             f"{rows} rows have {pool.num_available} pages to share; raise num_pages or "
             "memory_utilization, or lower max_num_seqs"
         )
-    # The text goes on to the end of the room: for as many steps as its strategy takes.
+    # The text fills the rest of the room, in any number of steps.
     most = room // 2 if text_len is None else room - text_len
     context = max(1, min(context, most)) // size * size
     prompt = [0] * max(context, 1)
@@ -325,6 +325,6 @@ def borrowed(
 
 
 def _stretched(engine: Engine, row: np.ndarray) -> np.ndarray:
-    """A row of a page table with its last page in the columns that have none."""
+    """A row of a page table whose empty columns repeat its last page."""
     held = row[row >= 0]
     return np.concatenate([held, np.repeat(held[-1:], len(row) - len(held))])

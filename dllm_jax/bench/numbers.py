@@ -1,4 +1,4 @@
-"""From what an engine did to the numbers of docs/benchmarks.md, and where they were measured."""
+"""Turns an engine's counters into the figures of docs/benchmarks.md and records the machine."""
 
 import dataclasses
 import os
@@ -28,13 +28,13 @@ BARE_STEPS, BARE_REPEATS = 24, 3
 
 @dataclasses.dataclass
 class Ran:
-    """What ran and how long it took.
+    """The work of a measurement and its time.
 
     Attributes:
         walls_s: Wall time of each batch, from the first request added to the last one ended.
-        counts: Differences of `Engine.stats` over all of it.
-        waited: Whether the engine had to wait for arrivals: idle time is then no overhead.
-        firsts: Tokens of each request, by its id, that were there when its `ttfb_s` was.
+        counts: Differences of `Engine.stats` over all batches.
+        waited: Whether the engine had to wait for arrivals; idle time is then no overhead.
+        firsts: Tokens of each request that arrived at its `ttfb_s`, by its id.
     """
 
     work: list[Work]
@@ -48,7 +48,7 @@ class Ran:
 
 
 def numbers(llm: Any, ran: Ran) -> dict[str, Any]:
-    """Everything that is reported of a run, by name."""
+    """All reported figures of a run, by name."""
     wall_s = sum(ran.walls_s)
     tokens = sum(_visible(output) for output in ran.outputs)
     nfe = sum(output.metrics.nfe for output in ran.outputs)
@@ -85,7 +85,7 @@ def numbers(llm: Any, ran: Ran) -> dict[str, Any]:
 
 
 def _overhead(llm: Any, ran: Ran, tokens: int) -> dict[str, Any]:
-    """Wall time against the same programs in a bare loop of the same run."""
+    """Wall time compared with the same programs in a bare loop of the same run."""
     engine = llm.engine
     context = mean_context(ran)
     rounds = _rounds(llm, ran, context)
@@ -146,7 +146,7 @@ def _overhead(llm: Any, ran: Ran, tokens: int) -> dict[str, Any]:
 
 
 def _rounds(llm: Any, ran: Ran, context: float) -> dict[measure.Decode, Rounds]:
-    """Of a strategy that drafts: the rounds of each bucket, timed; else nothing."""
+    """For a strategy that drafts, the timed rounds of each bucket; else empty."""
     if not isinstance(llm.strategy, DFlash):
         return {}
     nfe = sum(output.metrics.nfe for output in ran.outputs)
@@ -163,7 +163,7 @@ def mean_context(ran: Ran) -> float:
 
 
 def percentiles(values: Sequence[float | None]) -> dict[str, float] | None:
-    """p50, p90 and p99 of the values there are."""
+    """p50, p90 and p99 of the values that are not None."""
     there = [value for value in values if value is not None]
     if not there:
         return None
@@ -176,7 +176,7 @@ def _visible(output: RequestOutput) -> int:
 
 
 def _tpot_s(output: RequestOutput, firsts: Mapping[str, int]) -> float | None:
-    """Seconds a token that came after `ttfb_s`; None for a text that was all there by then."""
+    """Seconds a token after `ttfb_s`; None if the whole text had arrived by then."""
     metrics = output.metrics
     behind = _visible(output) - firsts.get(output.request_id, 0)
     if behind <= 0 or metrics.ttfb_s is None:
@@ -218,7 +218,7 @@ def setting(llm: Any) -> dict[str, Any]:
 
 def environment() -> dict[str, Any]:
     """Device, versions and commit."""
-    jax_settings.enable_async_dispatch()  # who looks for devices before a model is loaded
+    jax_settings.enable_async_dispatch()  # must precede the first look for devices
     return {
         "device": device_kind(),
         "num_devices": jax.device_count(),
@@ -231,12 +231,12 @@ def environment() -> dict[str, Any]:
 
 
 def device_kind() -> str:
-    """What JAX calls the device."""
+    """JAX's name of the device."""
     return jax.devices()[0].device_kind
 
 
 def commit() -> str | None:
-    """Of the checkout this runs from, "+" behind it where files differ; None without one."""
+    """The commit of this checkout, with a "+" suffix if files differ; None outside a checkout."""
     root = Path(__file__).resolve().parents[2]
     try:
         done = subprocess.run(
@@ -252,10 +252,10 @@ def commit() -> str | None:
 
 
 def check_outputs(outputs: Sequence[RequestOutput]) -> None:
-    """Refuse to report numbers of requests that failed.
+    """Refuse to report numbers of failed requests.
 
     Raises:
-        ValueError: One did.
+        ValueError: A request failed.
     """
     for i, output in enumerate(outputs):
         if output.error is not None:
@@ -263,10 +263,10 @@ def check_outputs(outputs: Sequence[RequestOutput]) -> None:
 
 
 def check_readout(llm: Any, ran: Ran) -> dict[str, Any]:
-    """Evidence that tokens are the model's own: no part of a forward was left out.
+    """Evidence that the tokens come from the model and no part of a forward was skipped.
 
     Raises:
-        ValueError: There is evidence to the contrary.
+        ValueError: The evidence shows the contrary.
     """
     distinct = len({token for o in ran.outputs for one in o.outputs for token in one.token_ids})
     bucket = max(ran.steps, key=lambda one: ran.steps[one])

@@ -1,9 +1,9 @@
-"""Where a program's time goes: what ran on the device, by name and by kind.
+"""The device time of a program, by operation and by kind of work.
 
-Data flow: `traced` runs a function under JAX's profiler -> events; `origins` reads in the compiled
-program which kind of work each of its operations is -> `shares` joins both. The kind follows from
-the source lines that an operation was traced from, which XLA keeps, so it needs no list of kernel
-names; library kernels, which carry no such lines, are known by theirs.
+Data flow: `traced` runs a function under JAX's profiler -> events; `origins` finds the kind of each
+operation in the compiled program -> `shares` joins both. The kind follows from the source lines
+that XLA keeps for an operation, so no list of kernel names is needed. Library kernels have no
+source lines and are recognised by name.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ LIBRARY_GEMM = re.compile(
 )
 LIBRARY_ATTENTION = re.compile(r"fmha|sdpa|flash|attend|attention", re.IGNORECASE)
 READOUT = re.compile("token_readout")
-_OF_MOSAIC = "_mosaic_gpu"  # behind the name of a kernel, whose call has another
+_OF_MOSAIC = "_mosaic_gpu"  # suffix of a kernel's name that its call does not have
 COPY = re.compile(r"mem(cpy|set)|^copy|wrapped_copy|copy_fusion", re.IGNORECASE)
 _HOLDERS = ("while", "call", "conditional", "async-start", "async-done", "async-update")
 _NO_WORK = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", *_HOLDERS)
@@ -47,8 +47,8 @@ class Event:
     """One operation that ran.
 
     Attributes:
-        name: The kernel's.
-        operation: The program's name for it, where the profiler knows.
+        name: Name of the kernel.
+        operation: Name in the program, if the profiler knows it.
     """
 
     name: str
@@ -59,11 +59,11 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What a profile holds.
+    """The events of a profile.
 
     Attributes:
-        on_gpu: Events are kernels and copies of a GPU; else the operations of XLA's CPU back end,
-            whose times are those of the thread that ran them.
+        on_gpu: Events are kernels and copies of a GPU; otherwise operations of XLA's CPU back end,
+            with the times of the thread that ran them.
     """
 
     events: list[Event]
@@ -111,7 +111,7 @@ def origins(hlo: str, vocab_size: int) -> dict[str, str]:
 
     Args:
         hlo: `compiled.as_text()`.
-        vocab_size: Arrays with such an axis belong to the readout, wherever they are from.
+        vocab_size: Arrays with an axis of this size belong to the readout, whatever their source.
     """
     frames = _frames(hlo)
     bodies, fused = computations(hlo)
@@ -143,7 +143,7 @@ def _kind(lines: list[tuple[str, str, str, str]], frames: Any, vocab_size: int) 
     if any(re.search(rf"[\[,]{vocab_size}[\],]", line[1]) for line in lines):
         return "readout"
     work = {line[2] for line in lines} - set(_NO_WORK) - {"fusion"}
-    # Not among its operands: what takes a product is none.
+    # Skip the operands: an operation that reads a product is none itself.
     called = name + next(iter(re.findall(r'custom_call_target="([^"]*)"', rest)), "")
     if "dot" in work or (opcode == "custom-call" and LIBRARY_GEMM.search(called)):
         return "gemm"
@@ -151,7 +151,7 @@ def _kind(lines: list[tuple[str, str, str, str]], frames: Any, vocab_size: int) 
 
 
 def computations(hlo: str) -> tuple[dict[str, list[tuple[str, str, str, str]]], set[str]]:
-    """Instructions (name, shape, opcode, rest) of each computation; those that are called fused."""
+    """Instructions (name, shape, opcode, rest) of each computation, and names of fused ones."""
     bodies: dict[str, list[tuple[str, str, str, str]]] = {}
     fused: set[str] = set()
     body: list[tuple[str, str, str, str]] = []
@@ -166,7 +166,7 @@ def computations(hlo: str) -> tuple[dict[str, list[tuple[str, str, str, str]]], 
 
 
 def _frames(hlo: str) -> Callable[[str], str]:
-    """From an instruction to the files it was traced through, innermost first, as one text."""
+    """A function from an instruction to the files that it was traced through, innermost first."""
     tables: dict[str, dict[int, str]] = {}
     table: dict[int, str] = {}
     for line in hlo.splitlines():
@@ -215,7 +215,8 @@ def shares(
 
     Args:
         kinds: `origins` of the program that ran.
-        num_layers: A library's product that runs less often a step is the readout's.
+        num_layers: A library product that runs less often than this in a step belongs to the
+            readout.
 
     Returns:
         `busy_ms` summed over operations, `span_ms` from the first one's start to the last one's
@@ -240,7 +241,7 @@ def shares(
         if _OF_MOSAIC in name:
             kind = _kind_by_name(name, num_layers, num_layers)
         if kind is None and not trace.on_gpu:
-            continue  # what holds other operations, or is not the program's
+            continue  # contains other operations, or is not of this program
         kind_of.setdefault(event.name, kind or "")
         time_ns[event.name] += round(event.duration_ns)
         count[event.name] += 1
@@ -290,5 +291,5 @@ def _kind_by_name(name: str, launches: float, num_layers: int) -> str:
 
 
 def _plain(name: str) -> str:
-    """An operation's name as a kernel's: `loop_add_fusion.53` runs as `loop_add_fusion_53`."""
+    """The kernel name of an operation: `loop_add_fusion.53` runs as `loop_add_fusion_53`."""
     return re.sub(r"\W", "_", name)

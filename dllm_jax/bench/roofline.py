@@ -1,7 +1,7 @@
 """The least time of a decode step: the bytes it must move, the operations it must do.
 
-Only for devices whose rates were measured; None elsewhere. Experts are counted as random routing
-hits them: the distinct experts hit are read, and each cell goes through a few.
+Only for devices whose rates were measured; None elsewhere. Experts are counted for random routing:
+each distinct expert that is hit is read once, and each cell goes through a few.
 """
 
 from typing import Any
@@ -24,10 +24,10 @@ def floor_ms(
 ) -> float | None:
     """Milliseconds of one step of `rows` windows at `context` cached tokens each.
 
-    Devices that share the model share its work; what they tell each other may overlap with it.
+    Devices that share the model share its work; their communication may overlap with it.
 
     Args:
-        touched: Experts that a layer's rows reach, where that is known.
+        touched: Experts of a layer that its rows reach, if known.
     """
     if device_kind not in RATES or not isinstance(model.config, DenseConfig):
         return None
@@ -43,11 +43,11 @@ def num_devices(model: Any) -> int:
 
 
 def reductions_ms(model: Any, cells: int, device_kind: str) -> dict[str, Any] | None:
-    """What devices that share a model must tell each other in one step of so many cells.
+    """The least communication of devices that share a model, in one step of `cells` cells.
 
-    A layer has two sums of rows and the embedding one. Each device sends and takes
-    2 (N - 1) / N of a sum's bytes at least; the few numbers of the readout, and of rows that are
-    rounded to 8 bits, are left out.
+    A layer has two sums of rows, and the embedding has one. Each device sends and receives at least
+    2 (N - 1) / N of the bytes of a sum. The few numbers of the readout and of 8-bit scales are not
+    counted.
 
     Returns:
         Sums, bytes of one, and the milliseconds of all (None for an unknown device); None for one
@@ -72,10 +72,12 @@ def step_parts(
     than `floor_ms`, which lets all parts overlap. `activations` are the rows between products,
     written once and read once.
 
-    Of a model that devices share, a device's: all but the activations are split evenly.
+    For a model that devices share, the figures are for one device: all but the activations are
+    split evenly.
 
     Args:
-        expects: Every cell's expected embedding is read out too: one more product with the head.
+        expects: The expected embedding of every cell is read out too, by one more product with the
+            head.
 
     Returns:
         dense, experts (if any), attention, head, expected (if any), activations; None for other
@@ -90,7 +92,7 @@ def step_parts(
     read, used = weights(params, cfg, cells)
     head = cfg.vocab_size * cfg.hidden_size
     head_read = head / 2 if isinstance(model.params.get("lm_head"), Fp8Head) else head
-    # Rows in front of a head in 8 bits are in 8 bits too where an expectation is read.
+    # With an 8-bit head, rows are in 8 bits as well if an expectation is read.
     head_used = head_read if expects else head
     experts_read = experts_used = 0.0
     layers = params["layers"]
@@ -126,9 +128,9 @@ def step_parts(
 
 
 def experts_read(model: Any, cells: int) -> float | None:
-    """Experts of a layer that so many cells reach, as random routing hits them; None: no experts.
+    """Experts of a layer that `cells` cells reach with random routing; None: no experts.
 
-    What the parts of a step take for granted: fewer are less to read.
+    `step_parts` assumes this number; a step that reaches fewer reads less.
     """
     cfg = model.config
     if not isinstance(cfg, MoEConfig):
@@ -142,7 +144,7 @@ def _experts(layer: Any) -> Any:
 
 
 def parts_ms(parts: dict[str, tuple[float, float]], device_kind: str) -> dict[str, float] | None:
-    """Milliseconds of each part of `step_parts`; None where the device's rates are not known."""
+    """Milliseconds of each part of `step_parts`; None if the device's rates are unknown."""
     if device_kind not in RATES:
         return None
     bandwidth, rate = RATES[device_kind]

@@ -1,9 +1,9 @@
-"""What a round of drafts takes, by its parts: the drafter's pass, the target's, and the host.
+"""The time of a round of drafts, by part: the drafter's pass, the target's pass, and the host.
 
-A strategy that drafts chooses the width of every round, so a step has no one time. Each width is
-timed in the bare loop, forced by costs of which all others are infinite, and weighs as often as it
-was chosen; the drafter's pass is timed alone, by a program that runs nothing else and stores
-nothing. What is left of a round is the target's: judging, and what both caches are given.
+A strategy that drafts chooses the width of every round, so a step has no single time. Each width is
+timed in the bare loop, forced by infinite costs of all others, and weighted by how often it was
+chosen. A separate program times the drafter's pass alone and stores nothing. The rest of a round is
+the target's: verification, and the writes to both caches.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Rounds:
     Attributes:
         rows: Slots.
         widths: Cells that the target judges, ascending.
-        shares: How many of the rounds had each width, of 1 in all.
+        shares: Fraction of the rounds with each width.
         width_ms: A round of each width.
         pass_ms: The drafter's pass alone.
     """
@@ -45,16 +45,16 @@ class Rounds:
 
     @property
     def bare_ms(self) -> float:
-        """A round, of a width as often as it was chosen."""
+        """The mean time of a round, weighted by how often each width was chosen."""
         return sum(share * ms for share, ms in zip(self.shares, self.width_ms, strict=True))
 
     @property
     def draft_ms(self) -> float:
-        """The drafter's part of it: none where nothing was drafted."""
+        """The drafter's part of `bare_ms`; none if nothing was drafted."""
         return self.pass_ms * sum(self.shares[self.widths[0] == 1 :])
 
     def floor_ms(self, engine: Engine, context: float) -> float | None:
-        """The least it can take; None where the device's rates are not known."""
+        """The least time of a round; None if the device's rates are unknown."""
         made, kind = engine.runner.programs, jax.devices()[0].device_kind
         size = made.strategy.block_size - 1
         draft = roofline.floor_ms(made.aux[DRAFT], self.rows, size, context, kind)
@@ -100,11 +100,11 @@ def round_figures(
     steps: Mapping[measure.Decode, int],
     step_ms: float | None,
 ) -> dict[str, Any]:
-    """Where the time of a step goes, as the report has it.
+    """The time of a step by part, for the report.
 
     Args:
-        steps: How many there were, by bucket.
-        step_ms: Wall time of one; None where it means nothing.
+        steps: Number of steps, by bucket.
+        step_ms: Wall time of a step; None if it has no meaning.
     """
     total = max(sum(steps.values()), 1)
     draft_ms = sum(steps[bucket] * one.draft_ms for bucket, one in rounds.items()) / total
@@ -121,15 +121,15 @@ def round_figures(
 
 
 def width_shares(widths: Sequence[int], nfe: int, drafted: DraftMetrics | None) -> list[float]:
-    """How many of the rounds had each width, of 1 in all.
+    """The fraction of the rounds with each width.
 
-    By what was judged: a round near the end of a text, which cannot use all of its width, counts
-    as a narrower one.
+    The width is the number of verified cells: a round near the end of a text, which cannot use all
+    of its width, counts as a narrower one.
 
     Args:
         widths: Ascending; 1 drafts nothing.
         nfe: Rounds in all.
-        drafted: What was drafted in them.
+        drafted: The drafting counters of these rounds.
     """
     reached = [nfe]
     if drafted is not None:
@@ -187,7 +187,7 @@ def pass_ms(engine: Engine, rows: int, columns: int, context: int, repeats: int 
 
 @jax.jit
 def _passes(programs, state, rows, pages, count):
-    """Some passes of the drafter over slots; each starts with the first token of the one before."""
+    """Passes of the drafter over slots; each starts with the first token of the previous one."""
     some = jax.tree.map(lambda leaf: leaf[rows], state.replace(pools=None))
     some = some.replace(pools=state.pools, page_table=pages)
     draft, size = programs.forward().aux[DRAFT], programs.strategy.block_size - 1

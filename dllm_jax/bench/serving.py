@@ -1,8 +1,9 @@
-"""A load on any OpenAI server, and what its clients see of it.
+"""A load on any OpenAI server, measured by its clients.
 
-Data flow: `Work` (`serving_work`) -> `measure`: each request at its time -> `Seen`, one a request
--> `figures`. No JAX is imported, and nothing is decoded before the load has ended. A request counts
-only if its stream is whole and its counts agree; docs/benchmarks.md defines the numbers.
+Data flow: `Work` (`serving_work`) -> `measure` sends each request at its time -> a `Seen` for each
+request -> `figures`. This imports no JAX, and decodes no answers before the load has ended. A
+request counts only if its stream is complete and its counts agree; docs/benchmarks.md defines the
+figures.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ COUNTERS = {
     "preemptions": "dllm_num_preemptions_total",
     "late_compiles": "dllm_recompiles_total",
 }
-# What vLLM's client derives its diffusion block from.
+# Counters from which vLLM's client derives its diffusion figures.
 _STEPS, _POSITIONS, _COMMITTED = (
     f"vllm:diffusion_num_{name}_total"
     for name in ("denoising_steps", "canvas_positions", "committed_tokens")
@@ -70,11 +71,11 @@ class Seen:
     """One request as its client saw it; times in seconds from the start of the load.
 
     Attributes:
-        due_s: When it was to be sent; the rest up to `sent_s` it waited for `max_concurrency`.
-        arrivals: Time and new tokens of each chunk that brings any; tokens are None where the
-            server does not tell them by chunk.
-        metrics: What the answer says of itself (docs/http.md); empty from other servers.
-        problem: Why it does not count.
+        due_s: Planned time of sending; until `sent_s` it waited for `max_concurrency`.
+        arrivals: Time and number of new tokens of each chunk with any; the number is None if the
+            server does not report it by chunk.
+        metrics: Metrics in the answer (docs/http.md); empty from other servers.
+        problem: Reason why it does not count.
     """
 
     due_s: float
@@ -96,12 +97,12 @@ class Seen:
 
     @property
     def ttfb_s(self) -> float:
-        """To the first chunk, or to the end of an answer without any."""
+        """From sending to the first chunk, or to the end of an answer without chunks."""
         return (self.arrivals[0][0] if self.arrivals else self.ended_s) - self.sent_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds a token behind the first chunk; one of unknown size is taken for a token."""
+        """Seconds a token after the first chunk; a chunk of unknown size counts as one token."""
         if not self.arrivals:
             return None
         first = self.arrivals[0][1]
@@ -120,12 +121,12 @@ def body_of(load: Load, work: Work, chunk_usage: bool) -> dict[str, Any]:
 
 
 async def measure(client: Client, work: Sequence[Work], load: Load) -> dict[str, Any]:
-    """Send the work and count what comes back.
+    """Send the work and measure the answers.
 
     Raises:
         ValueError: The server refuses the first request, no request succeeded, or the answers claim
-            more than the server counted.
-        OSError: The server is not there.
+            more tokens than the server counted.
+        OSError: The server cannot be reached.
     """
     chunk_usage = await _try_one(client, work[0], load)
     for _ in range(load.num_warmups):
@@ -145,7 +146,7 @@ async def wait_ready(client: Client, seconds: float) -> None:
     """Return once `/v1/models` is answered with 200.
 
     Raises:
-        ValueError: It is not in time.
+        ValueError: The server is not ready in time.
     """
     until = time.monotonic() + seconds
     while True:
@@ -184,10 +185,10 @@ async def models(client: Client) -> list[dict[str, Any]]:
 
 
 async def _try_one(client: Client, work: Work, load: Load) -> bool:
-    """Whether the server tells usage by chunk; it has answered one request then.
+    """Send one request; returns whether the server reports usage by chunk.
 
     Raises:
-        ValueError: It refuses both forms of a request.
+        ValueError: The server refuses the request with and without usage by chunk.
     """
     work = dataclasses.replace(work, max_tokens=1)
     for chunk_usage in (True, False):
@@ -203,7 +204,7 @@ async def _try_one(client: Client, work: Work, load: Load) -> bool:
 async def _send(
     client: Client, work: Sequence[Work], load: Load, chunk_usage: bool, began: float
 ) -> tuple[list[Seen], int]:
-    """Every request at its time; and how many were under way at most."""
+    """Send every request at its time; also returns the most concurrent requests."""
     seats = asyncio.Semaphore(load.max_concurrency or len(work))
     under_way = most = 0
 
@@ -229,7 +230,7 @@ async def _send(
 async def _one(
     client: Client, work: Work, load: Load, chunk_usage: bool, began: float = 0.0
 ) -> Exchange | Seen:
-    """The answer; what was seen where there is none."""
+    """The answer, or a `Seen` with the problem if it failed."""
     sent_s = time.perf_counter() - began
     try:
         async with asyncio.timeout(load.timeout_s):
@@ -242,7 +243,7 @@ async def _one(
 
 
 def read(answer: Exchange, due_s: float, began: float) -> Seen:
-    """What a client saw of an answer; `problem` tells why it does not count."""
+    """An answer as its client saw it; `problem` is the reason why it does not count."""
     seen = Seen(due_s, answer.sent_s - began, answer.ended_s - began)
     if answer.status != 200:
         seen.problem = f"status {answer.status}: {_reason(answer)}"
@@ -287,7 +288,7 @@ def _read_events(answer: Exchange, seen: Seen, began: float) -> str | None:
 
 
 def figures(work: Sequence[Work], seen: Sequence[Seen], load: Load) -> dict[str, Any]:
-    """Everything that is reported of a load, by name.
+    """All reported figures of a load, by name.
 
     Raises:
         ValueError: No request succeeded.
@@ -354,10 +355,10 @@ def server_figures(
     before: Mapping[str, float] | None,
     after: Mapping[str, float] | None,
 ) -> dict[str, Any] | None:
-    """What the server's own counters say of the same time; None without any.
+    """Figures from the server's own counters over the same time; None without counters.
 
     Raises:
-        ValueError: Its answers claim more tokens than it counted.
+        ValueError: The answers claim more tokens than the server counted.
     """
     if before is None or after is None:
         return None
@@ -383,7 +384,7 @@ def server_figures(
 def vllm_diffusion(
     steps: float | None, positions: float | None, committed: float | None, wall_s: float
 ) -> dict[str, float] | None:
-    """The diffusion block that vLLM's client would print of these differences."""
+    """The diffusion figures that vLLM's client would print for these differences."""
     if not steps or not positions or not committed:
         return None
     canvases = committed / (positions / steps)
@@ -396,7 +397,7 @@ def vllm_diffusion(
 
 
 async def scrape(client: Client) -> dict[str, float] | None:
-    """Counters of `/metrics`, summed over labels; None where there are none."""
+    """Counters of `/metrics`, summed over labels; None if the server has none."""
     try:
         status, data = await client.get("/metrics")
     except OSError:
@@ -428,7 +429,7 @@ def gaps(one: Seen) -> list[float]:
 
 
 def peak_rate(whole: Sequence[Seen]) -> float | None:
-    """Most tokens that arrived within one second; None where chunks do not tell their tokens."""
+    """Most tokens that arrived within one second; None if chunks do not report their tokens."""
     arrivals = sorted((at, new) for one in whole for at, new in one.arrivals if new is not None)
     inside: deque[tuple[float, int]] = deque()
     total = most = 0
@@ -442,7 +443,7 @@ def peak_rate(whole: Sequence[Seen]) -> float | None:
 
 
 def percentiles(values: Sequence[float | None], which: Sequence[float]) -> dict[str, float] | None:
-    """Mean and percentiles of the values there are."""
+    """Mean and percentiles of the values that are not None."""
     there = [value for value in values if value is not None]
     if not there:
         return None
@@ -462,7 +463,7 @@ def _milliseconds(rows: Sequence[Seen], name: str) -> list[float | None]:
 
 
 def _reason(answer: Exchange) -> str:
-    """What an answer says is wrong."""
+    """The error message of an answer."""
     try:
         error = json.loads(answer.body)["error"]
         code, message = error.get("code"), str(error["message"])

@@ -31,11 +31,11 @@ class Work:
 def random_work(
     tokenizer: Any, count: int, inputs: Lengths, outputs: Lengths, seed: int, as_text: bool
 ) -> list[Work]:
-    """Prompts of random ids, special ones left out.
+    """Prompts of random ids, without special ones.
 
     Args:
         inputs, outputs: Tokens of the prompts and of the texts.
-        as_text: Decode them; the server may then count a few tokens more or less.
+        as_text: Send text instead of ids; the server may then count a few tokens more or less.
     """
     rng = random.Random(f"bench/serve/{seed}")
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
@@ -50,15 +50,15 @@ def random_work(
 
 
 def file_work(path: str, text: str, count: int | None, outputs: Lengths, seed: int) -> list[Work]:
-    """Prompts of a file, from the first again when they run out.
+    """Prompts of a file, repeated from the first when they run out.
 
     Args:
-        path: `.jsonl` holds objects with `prompt` and perhaps `output_tokens`, as vLLM's custom
-            data sets do; any other file a prompt a line.
-        count: None: each once.
+        path: A `.jsonl` file has objects with `prompt` and optionally `output_tokens`, as vLLM's
+            custom data sets; any other file has a prompt a line.
+        count: Number of prompts; None: each once.
 
     Raises:
-        ValueError: A line is no such object, or there is no prompt.
+        ValueError: A line has another form, or the file has no prompt.
     """
     rng = random.Random(f"bench/serve/{seed}")
     rows: list[tuple[str, int | None]] = []
@@ -87,7 +87,7 @@ def _row(path: str, number: int, line: str) -> tuple[str, int | None]:
 
 
 def problem_work(count: int, max_tokens: int, seed: int) -> list[Work]:
-    """Held-out word problems of both halves in turn, as the built-in models are asked them."""
+    """Held-out word problems, alternating both kinds, in the form that built-in models expect."""
     halves = ("plain", "hard")
     problems = [problem(halves[i % 2], seed, i // 2, heldout=True) for i in range(count)]
     return [Work(one.question, max_tokens, problem=one) for one in problems]

@@ -1,9 +1,9 @@
-"""One decode step of a shape, alone: in a bare loop, in `LLM.generate`, and beside its floor.
+"""The time of one decode step of a given shape: in a bare loop, in `LLM.generate`, and its floor.
 
-Data flow: shape -> an engine of just that size -> `LLM.generate` of so many forwards (prompts found
-in the prefix cache) -> the same compiled program in a bare loop -> floor -> a profile of that loop.
-The work is fixed: a step takes the one token it is surest of, so every forward has the whole
-window; a canvas takes all steps of its schedule. The tokens are the readout's own.
+Data flow: shape -> an engine of this size -> `LLM.generate` over `steps` forwards (with prompts in
+the prefix cache) -> the same compiled program in a bare loop -> floor -> a profile of that loop.
+The work is fixed: a step accepts its one surest token, so every forward has the whole window; a
+canvas takes all steps of its schedule. The tokens come from the readout.
 """
 
 import dataclasses
@@ -25,19 +25,19 @@ from dllm_jax.bench.workload import Lengths, Work, random_work
 from dllm_jax.engine.layout import EngineConfig
 from dllm_jax.strategies import AR, DFlash, DiffusionGemma, MultiBD
 
-NOTHING = 1.0  # no probability is above it
-PREFILL = 1024  # tokens of a pass that fills the prefix cache; no time counts it
+NOTHING = 1.0  # an unreachable threshold: no probability is above it
+PREFILL = 1024  # tokens of a pass that fills the prefix cache; it is not timed
 PROFILE_STEPS = 16
 USUAL_CONTEXT, USUAL_STEPS, MIN_STEPS = 512, 64, 8
-# A GPU lowers its clocks where a program draws much power: an H200 took 4 % longer for SDAR-8B.
+# A GPU lowers its clocks under sustained power: an H200 took 4 % longer for SDAR-8B.
 LONG_RUN_S = 2.0
 PAGE = 64
-CANVAS_STEPS = 16  # of a canvas; the release takes 12 to 16 of its 48
+CANVAS_STEPS = 16  # steps of a canvas; the release ends after 12 to 16 of its 48
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Slots x blocks x tokens of a block; `1x4` leaves the last one to the model."""
+    """Slots x blocks x tokens of a block; `1x4` uses the model's block size."""
 
     slots: int
     blocks: int
@@ -45,10 +45,10 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> "Shape":
-        """From `1x4` or `1x4x32`.
+        """Parse `1x4` or `1x4x32`.
 
         Raises:
-            ValueError: It is neither.
+            ValueError: `text` has neither form.
         """
         parts = text.split("x")
         if len(parts) not in (2, 3) or not all(part.isdecimal() and int(part) for part in parts):
@@ -61,16 +61,16 @@ class Shape:
 
 
 def step_strategy(model: Any, shape: Shape, draft: Any = None) -> Any:
-    """What is measured: `MultiBD`, `AR` where nothing is masked, `DFlash` with a draft.
+    """The strategy to measure: `MultiBD`, `AR` for a model without masks, `DFlash` with a drafter.
 
-    A model of canvases takes `CANVAS_STEPS` a canvas, and with two blocks begins one in the pass
-    that stores the one before it. The first two take one token a step. The last one's rounds judge
-    as many cells as a block of the shape has, by default all that the draft was trained for; how
-    many are right costs nothing.
+    A canvas model takes `CANVAS_STEPS` steps a canvas; with two blocks, one pass stores a canvas
+    and begins the next. `MultiBD` and `AR` accept one token a step. A round of `DFlash` verifies a
+    block of the shape, by default of the size that the drafter was trained for; its time does not
+    depend on the number of accepted tokens.
 
     Raises:
-        ValueError: The model decodes token by token, and the shape has a window; or by canvases,
-            and it has more than two.
+        ValueError: The shape has a window, and the model decodes token by token; or it has more
+            than two blocks, and the model decodes canvases.
     """
     if draft is not None:
         if shape.blocks != 1:
@@ -109,14 +109,14 @@ def step_strategy(model: Any, shape: Shape, draft: Any = None) -> Any:
 
 
 def text_len(strategy: Any, steps: int, draft: Any = None) -> int:
-    """Tokens that a text must have room for, so that `steps` forwards are all alike.
+    """Room that a text needs, in tokens, so that all `steps` forwards do the same work.
 
-    The window must not reach past the text's end: dead cells would cost nothing.
+    The window must not reach past the end of the text, since dead cells cost nothing.
     """
     if isinstance(strategy, DiffusionGemma):
         canvases = -(-(steps + measure.FEW_STEPS) // CANVAS_STEPS) + 1
         return canvases * strategy.block_size
-    # Behind a block that is nearly full the next one gets a token too: at most two a step.
+    # If a block is nearly full, the next one gets a token too: at most two tokens a step.
     each = 2 if draft is None else strategy.block_size
     window = strategy.block_size * strategy.buffer_size
     return each * (steps + measure.FEW_STEPS) + 2 * window
@@ -126,8 +126,7 @@ def context_len(model: Any, strategy: Any, context: int, steps: int, draft: Any 
     """Tokens of the prompt: `context` in whole blocks.
 
     Raises:
-        ValueError: With the text behind it, it is more than the model has positions for; or no
-            canvas would end.
+        ValueError: Context and text exceed the positions of the model, or no canvas would end.
     """
     if isinstance(strategy, DiffusionGemma) and steps <= CANVAS_STEPS:
         raise ValueError(
@@ -152,14 +151,15 @@ def usual_sizes(
     steps: int | None = None,
     draft: Any = None,
 ) -> tuple[int, int]:
-    """Context and steps, where None as many as are usual and as all of `strategies` have room for.
+    """Context and steps; None is the usual number, or less if a strategy has no room for it.
 
-    The usual steps are fewer only where less than an eighth of the positions was left for context.
+    The usual steps are reduced only if they would leave less than an eighth of the positions for
+    context.
     """
     most = model.config.max_position
 
     def room(steps: int) -> int:
-        """Tokens of context that they leave."""
+        """Tokens of context that `steps` leave."""
         return most - max(text_len(strategy, steps, draft) for strategy in strategies)
 
     if steps is None:
@@ -180,21 +180,21 @@ def measure_step(
     with_profile: bool = False,
     draft: Any = None,
 ) -> dict[str, Any]:
-    """Everything about one step of `shape`.
+    """Measure one step of `shape`.
 
     Args:
         context: Tokens of each prompt, rounded down to whole blocks.
-        steps: Forwards of a run; the text grows meanwhile, by about a token each.
-        repeats: Runs of which the median counts, after one that fills the prefix cache.
-        with_profile: Say which kernels the step consists of.
-        draft: A drafter beside its target: a step is then a round of drafts.
+        steps: Forwards of a run; the text grows by about one token a forward.
+        repeats: Runs whose median counts, after one that fills the prefix cache.
+        with_profile: Also report the kernels of the step.
+        draft: A drafter for the model; a step is then a round of drafts.
 
     Returns:
         The row of docs/benchmarks.md.
 
     Raises:
-        ValueError: The shape does not fit the model, a request failed, steps did not do the work,
-            or the tokens are not the readout's own.
+        ValueError: The shape does not fit the model, a request failed, steps did other work, or
+            the tokens do not come from the readout.
     """
     strategy = step_strategy(model, shape, draft)
     context = context_len(model, strategy, context, steps, draft)
@@ -223,7 +223,7 @@ def measure_step(
             found["profile"] = _profile(llm, context, text, program)
     finally:
         del llm
-        gc.collect()  # the pool goes before the next shape's comes
+        gc.collect()  # free the pool before the next shape's is allocated
     stats = jax.devices()[0].memory_stats() or {}
     size = strategy.block_size if draft is None else strategy.width
     return {
@@ -246,7 +246,7 @@ def _engine(
     draft: Any,
     warm_up: bool = True,
 ) -> LLM:
-    """An engine of one decode program and one prefill program, compiled now or when they run."""
+    """An engine with one decode and one prefill program, compiled now or at their first run."""
     longest = context + text
     window = strategy.block_size * strategy.buffer_size
     columns = -(-max(longest + strategy.block_size, window) // PAGE)
@@ -273,7 +273,7 @@ def _engine(
 def _generated(
     llm: LLM, work: list[Work], steps: int, repeats: int, program: str
 ) -> dict[str, Any]:
-    """Wall time of `LLM.generate` over its steps, and evidence that they were the work."""
+    """Wall time of a step in `LLM.generate`, and evidence that the steps did the work."""
     run(llm, [work], use_tqdm=False)  # leaves the prompts in the prefix cache
     runs = []
     for _ in range(repeats):
@@ -301,7 +301,7 @@ def _generated(
         "distinct_tokens": len(set(tokens)),
         "head_in_program": has_head(program, ids_of_device(llm.model)),
     }
-    if not isinstance(llm.strategy, DiffusionGemma):  # whose first text is noise's
+    if not isinstance(llm.strategy, DiffusionGemma):  # a canvas starts from noise
         readout["first_token_matches_dense"] = measure.first_token_is_the_models(llm)
     if readout["distinct_tokens"] < 2 or not all(readout.values()):
         raise ValueError(f"the tokens are not the readout's own: {readout}; the run does not count")
@@ -348,10 +348,10 @@ def _bucket(llm: LLM) -> measure.Decode:
 
 
 def _floors(model: Any, slots: int, strategy: Any, found: dict[str, Any]) -> dict[str, Any]:
-    """The floor two ways, ratios to it, and the work itself."""
+    """Two floors, the ratios to them, and the bytes and operations of the step."""
     size, blocks, context = strategy.block_size, strategy.buffer_size, found["mean_context"]
     expects = isinstance(strategy, DiffusionGemma)
-    blocks = 1 if expects else blocks  # the other one is in the window to be stored
+    blocks = 1 if expects else blocks  # the other block is only stored
     kind = device_kind()
     floor = roofline.floor_ms(model, slots, size * blocks, context, kind)
     parts = roofline.step_parts(model, slots, blocks, size, context, expects)
@@ -374,7 +374,7 @@ def _floors(model: Any, slots: int, strategy: Any, found: dict[str, Any]) -> dic
 
 
 def _round(llm: LLM, slots: int, context: int, found: dict[str, Any]) -> dict[str, Any]:
-    """What the parts of a round take, and the floor of both passes; no work by parts is known."""
+    """The times of the parts of a round, and the floor of both passes."""
     width = llm.strategy.width
     draft_ms = pass_ms(llm.engine, *_bucket(llm), context)
     rounds = Rounds(slots, (width,), (1.0,), (found["bare_step_ms"],), draft_ms)

@@ -31,14 +31,14 @@ def measure_batches(
     """Run batches one after another and report them together.
 
     Args:
-        llm: Warm; its strategy says the mode (`fixed.FixedWork` or any other).
-        batches: One for throughput, the same shape again and again for latency.
+        llm: A warm `LLM`; its strategy determines the mode (`fixed.FixedWork` or any other).
+        batches: One for throughput; repeats of the same shape for latency.
 
     Returns:
         The object of docs/benchmarks.md.
 
     Raises:
-        ValueError: A request failed, or the tokens are not the readout's own.
+        ValueError: A request failed, or the tokens do not come from the readout.
     """
     ran = run(llm, batches, use_tqdm)
     check_outputs(ran.outputs)
@@ -61,7 +61,7 @@ def run(llm: Any, batches: Sequence[Sequence[Work]], use_tqdm: bool = True) -> R
         work=[one for batch in batches for one in batch],
         outputs=outputs,
         walls_s=walls_s,
-        # Buckets that ran no step: chunks dispatched before the last end was known.
+        # Drop buckets without steps: they were dispatched before the last request's end was known.
         steps=Counter({bucket: count for bucket, count in ran.steps.items() if count}),
         passes=ran.passes,
         counts={name: getattr(after, name) - getattr(before, name) for name in COUNTED},
@@ -71,7 +71,7 @@ def run(llm: Any, batches: Sequence[Sequence[Work]], use_tqdm: bool = True) -> R
 
 
 def serve(llm: Any, work: Sequence[Work], use_tqdm: bool = True) -> list[RequestOutput]:
-    """Outputs in the order of the work; what arrives later is added when its time has come."""
+    """Outputs in the order of the work; each request is added at its arrival time."""
     if not any(one.arrival_s for one in work):
         return llm.generate(
             [one.prompt for one in work], [one.params for one in work], use_tqdm=use_tqdm

@@ -29,7 +29,7 @@ class Lengths:
         return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
 
     def draw(self, rng: random.Random) -> int:
-        """One of them."""
+        """Draw one of these numbers."""
         drawn = math.exp(rng.uniform(math.log(self.low), math.log(self.high + 1)))
         return min(int(drawn), self.high)
 
@@ -70,7 +70,7 @@ def random_work(model: Any, count: int, inputs: Lengths, outputs: Lengths, seed:
 
 
 def problem_work(model: Any, count: int, max_tokens: int, seed: int) -> list[Work]:
-    """Held-out word problems of both halves in turn, as the built-in models are asked them."""
+    """Held-out word problems, alternating both kinds, in the form that built-in models expect."""
     halves = ("plain", "hard")
     problems = [problem(halves[i % 2], seed, i // 2, heldout=True) for i in range(count)]
     ids = [encode(model, one.question) for one in problems]
@@ -86,7 +86,7 @@ def text_work(model: Any, texts: Sequence[str], count: int, max_tokens: int) -> 
 
 
 def encode(model: Any, text: str) -> list[int]:
-    """Ids of a text, as one user message where the model has a chat template.
+    """Ids of a text, as one user message if the model has a chat template.
 
     Raises:
         ValueError: The model has no tokenizer.

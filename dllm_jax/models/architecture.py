@@ -1,6 +1,6 @@
-"""The functions of a network as one value, so that any family can be plugged into the engine.
+"""The functions of a network as one value, which plugs any family into the engine.
 
-Their signatures are those of `dense.py`; `cfg` is the family's config.
+Their signatures are those of `dense.py`; `cfg` is the config of the family.
 """
 
 import dataclasses
@@ -21,18 +21,18 @@ class Architecture:
         trunk: `(params, cfg, x, positions, attend, hidden_layers) -> (rows, taps)`; with
             `takes_mode` it also takes `mode`, int32 [B] or [B T], as a keyword, with `takes_live`
             `live`, with `takes_ops` `ops`.
-        unembed: `(params, cfg, hidden [..., D]) -> float32 logits [..., V]`; an `Unembed` says how
-            it computes, so that tokens may be read off without logits in memory.
+        unembed: `(params, cfg, hidden [..., D]) -> float32 logits [..., V]`. An `Unembed` exposes
+            its matrix, so that a kernel can read tokens without logits in memory.
         context_kv: `(params, cfg, vectors, positions) -> ((k, v) of each layer)` for a network
-            that caches keys and values of vectors it is given (a drafter); None where it has none.
-        layer_view: `(cfg, layer) -> View`: what a layer sees of the mask, and the scale of its
-            scores. None where all layers are alike.
+            that caches keys and values of given vectors (a drafter), else None.
+        layer_view: `(cfg, layer) -> View`: the part of the mask that a layer sees, and the scale of
+            its scores. None if all layers are alike.
         condition: `(params, cfg, rows [..., D], expected [..., D]) -> rows` mixes embeddings with
-            what was expected of their cells. None: the network takes no `Conditioned` inputs.
+            the expected embeddings of their cells. None: no `Conditioned` inputs.
         takes_mode: Whether `trunk` takes `mode`.
         takes_live: Whether `trunk` takes `live`, bool [B T]: the rows that belong to a text.
-        takes_ops: Whether `trunk` takes `ops`, the back ends of a layer's small operations; only
-            then can several devices share the network.
+        takes_ops: Whether `trunk` takes `ops`, the back ends of a layer's small operations.
+            Several devices can share the network only if it does.
     """
 
     param_shapes: Callable[..., Any]

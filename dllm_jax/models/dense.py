@@ -39,7 +39,7 @@ Attend = Callable[[int, Array, Array, Array], Array]
 # ffn(weights of a layer, rows [B T D], *given, cfg=, dtype=, ops=) -> what `add_rms_norm` adds
 FeedForward = Callable[..., Any]
 
-# Every operation in plain XLA: for training, and for the truth.
+# Every operation in plain XLA: for training, and as the reference.
 PLAIN = LayerOps.by("xla")
 
 INIT_STD = 0.02  # Qwen3's initializer_range
@@ -47,15 +47,15 @@ INIT_STD = 0.02  # Qwen3's initializer_range
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseConfig:
-    """Facts of a dense decoder; everything a checkpoint's config.json says about arithmetic.
+    """Facts of a dense decoder: everything in a checkpoint's config.json that affects arithmetic.
 
     Attributes:
         shift: True if row i of the output predicts position i + 1 (autoregressive models and
             their shifted descendants), False if it predicts position i (SDAR).
-        mask_token_id: The token that stands for a hole, -1 where the model has none.
+        mask_token_id: The token that stands for a hole; -1 if the model has none.
         qk_norm: Queries and keys are normed, head by head, before they are rotated.
         qkv_bias: Queries, keys and values have a bias (Qwen2).
-        o_bias: The output projection of attention has one.
+        o_bias: The output projection of attention has a bias.
         rotary_dim: Leading components of a head that are rotated; None rotates all.
         logit_scale: Factor of the logits (LLaDA's `scale_logits`).
         max_position: Longest sequence the model was made for, in tokens.
@@ -97,12 +97,12 @@ class DenseConfig:
             )
 
     def heads(self, layer: int) -> tuple[int, int]:
-        """KV heads of a layer and their size: what its keys and its values take in the cache."""
+        """Number and size of the KV heads of a layer, which determine its share of the cache."""
         del layer
         return self.num_kv_heads, self.head_dim
 
     def reach(self, layer: int) -> int | None:
-        """Cached keys that a row of a layer reads at most; None: all."""
+        """Most cached keys that a row of a layer reads; None: all."""
         del layer
         return None
 
@@ -118,12 +118,12 @@ class LayerParams(TypedDict):
     wo: Float[Array, "N H D"]
     bo: NotRequired[Float[Array, " D"]]
     mlp_norm: Float[Array, " D"]
-    w_gate_up: Float[Array, "D C 2 W"]  # gate and up in turns: `layers.gate_up_shape`
+    w_gate_up: Float[Array, "D C 2 W"]  # interleaved: `layers.gate_up_shape`
     w_down: Float[Array, "F D"]
 
 
 class Params(TypedDict):
-    """All weights; `lm_head` is absent where the embedding is tied."""
+    """All weights; `lm_head` is absent if the embedding is tied."""
 
     embed: Float[Array, "V D"]
     lm_head: NotRequired[Float[Array, "V D"]]
@@ -132,7 +132,7 @@ class Params(TypedDict):
 
 
 def param_shapes(cfg: DenseConfig, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
-    """Shapes of every weight: the one truth for init, conversion, sharding and restore."""
+    """Shapes of every weight, used by initialisation, conversion, sharding and restore."""
     return decoder_shapes(cfg, dtype, [mlp_shapes(cfg, dtype)] * cfg.num_layers)
 
 
@@ -194,7 +194,7 @@ def random_params(key: PRNGKeyArray, shapes: Any) -> Any:
 
 
 def is_norm(path: Any) -> bool:
-    """Whether the leaf at a key path of a parameter tree is a norm's scale, or another factor."""
+    """Whether the leaf at a key path of a parameter tree is a norm's scale or another factor."""
     return path[-1].key.endswith(("norm", "scale"))
 
 
@@ -226,24 +226,24 @@ def trunk(
     """Run the layers.
 
     Args:
-        x: Input rows, as `embed` gives them or mixed by a strategy.
+        x: Input rows: the result of `embed`, or mixed by a strategy.
         positions: Absolute positions of the rows (the prompt starts at 0).
         attend: Attention of one layer on rotated queries and keys.
         hidden_layers: Which residual streams to return; 0 is the input, j is after layer j.
-        ffn: The second half of a layer, on normed rows. A function of a module: layers share its
-            trace.
-        given: Arrays that `ffn` takes beside.
-        ops: Back ends of what stands between products and attention, of which only "xla" has
-            gradients, and the devices that share the weights.
+        ffn: The second half of a layer, on normed rows. It must be a module-level function, so
+            that layers share its trace.
+        given: Further arrays for `ffn`.
+        ops: Back ends of the operations of a layer, of which only "xla" has gradients, and the
+            devices that share the weights.
         peers: See `sharding.total`.
 
     Returns:
-        The rows after the final norm, and the residual streams asked for, in that order.
+        The rows after the final norm, and the residual streams of `hidden_layers`, in that order.
     """
     rotary_dim = cfg.head_dim if cfg.rotary_dim is None else cfg.rotary_dim
     cos, sin = rope_tables(positions, rotary_dim, cfg.rope_theta, cfg.rope_scaling)
     layers = params["layers"]
-    # What follows a layer: the norm of the next one's input, or the final one.
+    # A layer ends with the norm of the next layer's input, or with the final norm.
     after = [*(layer["attn_norm"] for layer in layers[1:]), params["final_norm"]]
     readers = [*(layer["wqkv"] for layer in layers[1:]), None]
 
@@ -270,8 +270,8 @@ def _first_norm(x: Array, scale: Array, cfg: DenseConfig, ops: LayerOps) -> Arra
     return normed
 
 
-# Both sides of a layer's attention are traced once, and lowered once for each program, for all
-# layers that are alike (docs/adr/0034).
+# The code before and after attention is traced once, and lowered once for each program, for all
+# layers of the same form (docs/adr/0034).
 @functools.partial(jax.jit, static_argnames=("cfg", "dtype", "ops"))
 def _before(
     layer: Any,
@@ -283,7 +283,7 @@ def _before(
     dtype: Any,
     ops: LayerOps,
 ) -> tuple[Array, Array, Array]:
-    """Rotated queries and keys, and values, of normed rows."""
+    """Rotated queries and keys, and values, from normed rows."""
     return rotate_qkv(
         qkv_matmul(
             rows,
@@ -304,7 +304,7 @@ def _before(
 
 
 def _in_groups(layer: Any, cfg: DenseConfig, q: Array, ops: LayerOps) -> dict[str, bool]:
-    """What attention is told if the product behind it takes 8 bits, with a scale for each head."""
+    """Arguments of attention if the product after it takes 8 bits with a scale for each head."""
     wo = layer["wo"]
     if not ops.attends_in_groups or not isinstance(wo, Fp8Matrix) or cfg.o_bias:
         return {}
@@ -328,7 +328,7 @@ def _behind(
     ops: LayerOps,
     is_quantized: bool,
 ) -> tuple[Array, Array | Fp8Rows]:
-    """The residual stream behind a layer, and its norm; `out` is what attention gave."""
+    """The residual stream after a layer, and its norm; `out` is the result of attention."""
 
     def add(x: Array, y: Any, scale: Array, is_quantized: bool) -> tuple[Array, Any]:
         if peers is not None and reduces(x):
@@ -338,7 +338,7 @@ def _behind(
             y if isinstance(y, tuple) else total(y, x, ops.axis),
             scale,
             cfg.norm_eps,
-            is_quantized=is_quantized,  # where a product in 8 bits reads it
+            is_quantized=is_quantized,  # if an 8-bit product reads it
             implementation=ops.add_rms_norm,
         )
 
@@ -359,7 +359,7 @@ def _behind(
 
 
 def head(params: Any, cfg: DenseConfig) -> Head:
-    """What the logits of rows that went through the final norm are products with."""
+    """The matrix that turns normed rows into logits."""
     name = "lm_head" if "lm_head" in params else "embed"  # a tied one may have a copy in 8 bits
     return Head(params[name], scale=cfg.logit_scale)
 

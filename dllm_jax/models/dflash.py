@@ -1,8 +1,8 @@
 """A DFlash drafter: config, shapes, arithmetic.
 
-It fills a block of masks behind a text in one pass. Of the text it sees only keys and values, which
-`context_kv` makes of the target's hidden states; its input rows and logits go through the target's
-embedding and head, which `api.strategy` puts beside its own weights. Its layers are `dense`'s.
+It fills a block of masks after a text in one pass. It sees the text only as keys and values, which
+`context_kv` computes from the target's hidden states. Its input rows and logits use the target's
+embedding and head, which `api.strategy` adds to its weights. Its layers are those of `dense`.
 
 Source: arXiv 2602.06036; z-lab/dflash, and MuseGlimmerAssistantModel of transformers 5.
 """
@@ -26,15 +26,15 @@ class DFlashConfig(DenseConfig):
     """Facts of a drafter.
 
     Attributes:
-        vocab_size: The target's; 0 where the draft's own config does not say.
-        target_layer_ids: Layers of the target, counted from 0, behind which its hidden states are
+        vocab_size: That of the target; 0 if the drafter's config does not state it.
+        target_layer_ids: Layers of the target, counted from 0, after which its hidden states are
             taken, in the order in which they are joined.
-        block_size: Cells of a pass in training: the anchor and the masks behind it.
-        windows: For each layer, how many positions back or ahead a row sees, its own counted; None
-            for all.
-        causal: For each layer, whether rows of the block see those before them only.
+        block_size: Cells of a pass in training: the anchor and the masks after it.
+        windows: For each layer, the number of positions back or ahead that a row sees, including
+            its own; None for all.
+        causal: For each layer, whether rows of the block see only earlier rows.
         embedding_scale: Factor of the target's embedding rows.
-        logit_cap: Logits are bent to lie within it either side of 0; None leaves them.
+        logit_cap: Soft cap on the magnitude of logits; None leaves them.
     """
 
     target_layer_ids: tuple[int, ...]
@@ -60,7 +60,7 @@ class DFlashConfig(DenseConfig):
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """What a strategy's `needs.hidden_layers` must be: 0 is the embedding, j behind layer j."""
+        """Required `needs.hidden_layers` of a strategy: 0 is the embedding, j is after layer j."""
         return tuple(i + 1 for i in self.target_layer_ids)
 
     @property
@@ -70,7 +70,7 @@ class DFlashConfig(DenseConfig):
 
 
 def param_shapes(cfg: DFlashConfig, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
-    """Shapes of a draft's own weights."""
+    """Shapes of the drafter's own weights."""
     mlp = dense.mlp_shapes(cfg, dtype)
     decoder = dense.decoder_shapes(cfg, dtype, [mlp] * cfg.num_layers)
     return {
@@ -82,10 +82,10 @@ def param_shapes(cfg: DFlashConfig, dtype: Any = jnp.bfloat16) -> dict[str, Any]
 
 
 def embed(params: Any, cfg: DFlashConfig, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
-    """Rows of the target's embedding, raw but for the draft's own factor.
+    """Rows of the target's embedding, unscaled except for the drafter's own factor.
 
     Raises:
-        ValueError: The draft has not been given its target's.
+        ValueError: The drafter has not been given the embedding of its target.
     """
     if "embed" not in params:
         raise ValueError(
@@ -97,11 +97,11 @@ def embed(params: Any, cfg: DFlashConfig, ids: Int[Array, "..."]) -> Float[Array
 
 
 def head(params: Any, cfg: DFlashConfig) -> Head:
-    """The target's head, with the draft's own bend."""
+    """The target's head, with the drafter's own cap."""
     return dataclasses.replace(dense.head(params, cfg), cap=cfg.logit_cap)
 
 
-unembed = Unembed(head)  # float32 logits; row i is about the input's own position i
+unembed = Unembed(head)  # float32 logits; row i predicts position i
 
 
 def context_kv(
@@ -110,17 +110,17 @@ def context_kv(
     vectors: Float[Array, "B T F"],
     positions: Int[Array, "B T"],
 ) -> tuple[tuple[Float[Array, "B T G H"], Float[Array, "B T G H"]], ...]:
-    """What each layer caches of the target's hidden states: keys and values, position by position.
+    """The keys and values that each layer caches, computed from the target's hidden states.
 
     Args:
-        vectors: Hidden states behind `cfg.target_layer_ids`, joined in that order: F is
+        vectors: Hidden states after `cfg.target_layer_ids`, joined in that order: F is
             `cfg.features`.
         positions: Absolute positions of the rows.
 
     Returns:
-        Rotated keys and values of each layer. The states go through one projection and one norm
-        for all layers, and through no layer's own norm of its input. `params` may hold
-        `context_wkv`, the `context_weights`; without, they are made here.
+        Rotated keys and values of each layer. One projection and one norm of the states serve all
+        layers, without the input norm of any layer. If `params` has no `context_wkv`, this computes
+        the `context_weights`.
     """
     weights = params.get("context_wkv")
     if weights is None:
@@ -143,14 +143,14 @@ def context_kv(
 
 
 def context_weights(params: Any) -> Float[Array, "D L G 2 H"]:
-    """What makes keys and values of all layers of one row: one product instead of one a layer.
+    """Weights for the keys and values of all layers: one product instead of one a layer.
 
-    They stand within each layer's `wqkv`, of which XLA would cut and write them anew in every pass
-    on a GPU; so they are kept beside it while decoding (`dllm_jax.api.drafts.with_target`).
+    They are slices of each layer's `wqkv`. On a GPU XLA would copy these slices in every pass, so
+    decoding keeps a copy (`dllm_jax.api.drafts.with_target`).
     """
     return jnp.stack([layer["wqkv"][:, :, -2:] for layer in params["layers"]], axis=1)
 
 
 def layer_view(cfg: DFlashConfig, layer: int) -> View:
-    """How far a row of this layer sees, and whether in token order only."""
+    """The window of this layer, and whether it is causal."""
     return View(window=cfg.windows[layer], in_order=cfg.causal[layer])

@@ -31,9 +31,9 @@ from dllm_jax.models.gemma import GemmaConfig
 from dllm_jax.models.layers import Llama3Scaling, YarnScaling
 from dllm_jax.models.moe import MoEConfig
 
-MOST_ENDS = 32  # ids that end a text, as a slot holds them
+MOST_ENDS = 32  # most ids that end a text, the capacity of a slot
 _PARSERS: Mapping[str, Parser] = {**PARSERS, "dflash": dflash, "diffusion_gemma": diffusion_gemma}
-# Families whose model_type is also another's.
+# Families whose model_type another family uses too.
 _MODEL_TYPES = {
     "dream": "Dream",
     "dream_reasoner": "Dream",
@@ -65,16 +65,16 @@ def parse_config(
 
     Args:
         config: The parsed file.
-        generation_config: The parsed `generation_config.json`, if the folder has one. Its ids are
-            read, and DiffusionGemma's numbers of denoising. A temperature belongs to another
-            decoding loop; the table has the card's.
+        generation_config: The parsed `generation_config.json`, if the folder has one. Only its ids
+            and DiffusionGemma's denoising settings are read. A temperature belongs to another
+            decoding loop; the table has that of the model card.
         tokenizer: The contents of the folder's tokenizer files.
         name: Name of the folder or repository; `-b32` in it states the native block size, other
-            parts of it change defaults.
-        family: One from outside; None: the one of ours that the config names.
+            parts change defaults.
+        family: A family defined by the caller; None: the built-in one that the config names.
 
     Raises:
-        ConfigError: With every problem found.
+        ConfigError: The config is refused; lists every problem.
     """
     problems: list[str] = []
     notes: list[str] = []
@@ -84,7 +84,7 @@ def parse_config(
     parser = _PARSERS[family.dialect] if isinstance(family.dialect, str) else family.dialect
     network = parser(fields, family.layers)
     scaling = network.get("rope_scaling") or {}
-    if "beta_fast" in scaling:  # YaRN; configs state the length before or after it
+    if "beta_fast" in scaling:  # YaRN: a config may state the length before stretching
         longest = int(scaling["factor"] * scaling["original_max_position"])
         network["max_position"] = max(network["max_position"], longest)
     tokens = _tokens(fields, family, network["vocab_size"], generation, facts)
@@ -112,7 +112,7 @@ def config_json(family: str, cfg: DenseConfig, dtype: str = "bfloat16") -> dict[
         ValueError: An unknown family.
     """
     row = family_named(family)
-    assert isinstance(row.dialect, str)  # as of all of ours
+    assert isinstance(row.dialect, str)  # true of built-in families
     mask = {} if cfg.mask_token_id < 0 else {"mask_token_id": cfg.mask_token_id}
     return {
         "architectures": [row.architecture],
@@ -165,7 +165,7 @@ def _mask_of(config: Json, family: Family, tokenizer: TokenizerFacts | None) -> 
 
 
 def _relative(shown: str, said: Any) -> str:
-    """Why a class, type or name that is one of `RELATIVES` is refused; empty for another."""
+    """The reason to refuse a class, type or name in `RELATIVES`; empty for others."""
     for pattern, reason in RELATIVES.items():
         if isinstance(said, str) and re.fullmatch(pattern, said, re.IGNORECASE):
             return f"{shown} is not supported: {reason}"
@@ -175,7 +175,7 @@ def _relative(shown: str, said: Any) -> str:
 def _refuse_resizing(
     fields: Fields, family: Family, generation: Json, facts: TokenizerFacts
 ) -> None:
-    """A problem for a model that denoises and has ids that its family does not know."""
+    """Refuse a denoising model with ids that resize text and that its family does not know."""
     said = {**generation, **fields.config}
     found = [
         f"{key}={said[key]!r}"
@@ -190,7 +190,7 @@ def _refuse_resizing(
 
 
 def config_from_json(family: str | Family, mapping: Mapping[str, Any]) -> DenseConfig:
-    """A network config from its fields, as `dataclasses.asdict` or JSON gives them.
+    """A network config from its fields, as written by `dataclasses.asdict` or read from JSON.
 
     Raises:
         TypeError: An unknown entry, or one that is missing.
@@ -210,7 +210,7 @@ def config_from_json(family: str | Family, mapping: Mapping[str, Any]) -> DenseC
 
 
 def defaults_from_json(mapping: Mapping[str, Any], family: Family | None = None) -> FamilyDefaults:
-    """Defaults from their fields, as `dataclasses.asdict` or JSON gives them.
+    """Defaults from their fields, as written by `dataclasses.asdict` or read from JSON.
 
     The family's row fills in entries that older versions did not write.
 
@@ -225,7 +225,7 @@ def defaults_from_json(mapping: Mapping[str, Any], family: Family | None = None)
 
 
 def _as_tuple(value: Any) -> Any:
-    """A JSON list as the tuple it was, and so the lists in it."""
+    """A JSON list as a tuple, recursively."""
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 

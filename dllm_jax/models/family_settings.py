@@ -39,7 +39,7 @@ def settings_of(
     usual = hinted.pop("block_size", family.block_size)
     if family.mask_tokens:
         settings["block_size"] = _native_block(fields, usual, routing_block, name)
-    if network.get("canvas_length"):  # not one that is refused
+    if network.get("canvas_length"):  # 0 if it was refused
         settings["block_size"] = network["canvas_length"]
     if "block_size" in network:  # a drafter's config has it
         settings["block_size"] = network["block_size"]
@@ -64,7 +64,7 @@ def settings_of(
 
 
 def _native_block(fields: Fields, usual: int, routing_block: int, name: str) -> Any:
-    """Tokens of a block: stated by the config, else by the name, else the usual one."""
+    """Tokens of a block, from the config, else the name, else the family."""
     config = fields.config
     suffix = re.search(r"-b(\d+)(?=-|$)", name)
     keys: Iterable[str] = ("bd_size", "block_size")
@@ -88,7 +88,7 @@ def _hinted(
     """Settings implied by the name; an implied strategy is only noted.
 
     Args:
-        own: The strategy that the config states for us; it is believed before the name.
+        own: The strategy of the config's "dllm_jax" entry, which wins over the name.
     """
     changes: dict[str, Any] = {}
     for hint in family.hints:
@@ -108,7 +108,7 @@ def _hinted(
 
 
 def _own(fields: Fields) -> dict[str, Any]:
-    """The entry "dllm_jax" of a config we wrote."""
+    """The entry "dllm_jax" of a config that dllm_jax wrote."""
     settings: dict[str, Any] = {}
     for key, value in fields.object("dllm_jax").items():
         kind = OURS.get(key)

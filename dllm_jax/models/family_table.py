@@ -21,7 +21,7 @@ _PLAIN = Layers()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """How a family is decoded when the user names no settings.
+    """The decoding settings of a family, for users who name none.
 
     Attributes:
         family: Name of the family.
@@ -31,10 +31,10 @@ class Decoding:
         edit_threshold: Threshold of a strategy that edits; None is the strategy's own default.
         remasking, block_length, append: Settings of `full_sequence`; None is its own default.
         temperature, top_p: Defaults of requests without sampling parameters.
-        attention: Attention mask of training: all positions, those before, or those of the same
-            block and before. "d2f": blocks behind a prompt with full attention.
-        alternatives: Other strategies that a checkpoint of this form may be trained for; its
-            files do not tell which.
+        attention: Attention mask of training: "full", "causal" or "block_causal" (the same block
+            and earlier ones). "d2f": blocks after a prompt with full attention.
+        alternatives: Other strategies that a checkpoint of this form may be trained for; its files
+            do not state which.
     """
 
     family: str
@@ -61,13 +61,13 @@ class Decoding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FamilyDefaults(Decoding):
-    """How one checkpoint is decoded by default. Hashable: static in a `Model`.
+    """The decoding defaults of one checkpoint. Hashable, because it is static in a `Model`.
 
     Attributes:
         stop_token_ids: Ids that end a text, ascending.
-        forbidden_token_ids: Ids that are edits and no text.
-        delete_token_id, split_token_id: Which of them is which, for `edit_indel`; None without
-            both.
+        forbidden_token_ids: Ids that are edits and not text.
+        delete_token_id, split_token_id: The ids of these two edits, for `edit_indel`; None unless
+            the model has both.
         vocab_limit: Rows of the vocabulary at or past this id belong to no token.
         numbers: Fields of the family's own strategy that its files set, by name.
         unread_token_ids: Ids that stand for images or sounds; a prompt with one is refused.
@@ -99,7 +99,7 @@ class Hint:
         settings: Fields of `Decoding`, and `trained_len`, that it changes.
         strategy: The strategy such a checkpoint was trained for. It is only noted, because a name
             proves nothing.
-        refusal: What such a folder is, where it is none of the family.
+        refusal: If set, refuse such a folder as not of the family; the text says what it is.
     """
 
     pattern: str
@@ -115,21 +115,21 @@ class Family(Decoding):
     Attributes:
         architecture: The class that `architectures` or `auto_map` names.
         also: Other names of that class.
-        model_types: Used only where no class is named; empty where they would be ambiguous.
-        dialect: How the config is written: one of ours, or a function that reads another.
+        model_types: Used only if no class is named; empty if they would be ambiguous.
+        dialect: Name of a known form of the config, or a function that reads another form.
         tensors: Names of the tensors; None: those of `tensor_names.TABLES`.
         layers: Properties of the layers that the config does not state.
         shift: Row i of the output predicts position i + 1.
-        mask_token_id: None where the files must name it, and for a model without a mask token.
+        mask_token_id: None if the files must state it, and for a model without a mask token.
         mask_tokens: Texts of the mask in the vocabulary; empty for a model without a mask token.
-        is_marked: The class is also another model's: only one with a mask token in its files is of
-            this family.
-        stop_tokens: Ids that end a text, with their texts. Like the mask's, an id counts only in
+        is_marked: Other models have the same class; a checkpoint is of this family only if its
+            files have a mask token.
+        stop_tokens: Ids that end a text, with their texts. As for the mask, an id counts only in
             the family's own vocabulary: checkpoints of the same architecture have others.
-        edits: Entries of the config with ids that are edits and no text, named as the fields of
+        edits: Entries of the config with ids that are edits and not text, named as the fields of
             `FamilyDefaults`.
-        unread: Entries with ids that stand for images or sounds, which no prompt may hold.
-        trained_len: Longest texts of training, where the config states more.
+        unread: Entries with ids that stand for images or sounds, which a prompt must not contain.
+        trained_len: Longest text of training, if the config states more.
         hints: Settings implied by the name.
     """
 
@@ -186,7 +186,7 @@ def with_d2f_adapter(defaults: FamilyDefaults) -> FamilyDefaults:
     )
 
 
-# Networks that call themselves a family below.
+# Unsupported networks whose files name a family below.
 UNO = "Uno, whose adapter is on while it drafts and off while it judges; planned"
 DREAMON = (
     "DreamOn: its expand and delete ids change the length of the text while it is written, which "
@@ -198,8 +198,8 @@ _QWEN3 = Layers(qk_norm=True)
 _QWEN_ENDS = ((151643, "<|endoftext|>"), (151645, "<|im_end|>"))
 _LLADA2_ENDS = ((156892, "<|endoftext|>"), (156900, "<|role_end|>"))
 
-# As LLaDA's authors decode, and those who train as they did: the surest token of 32 each forward; a
-# threshold of 1 takes nothing else (Fast-dLLM's is 0.9).
+# Settings of LLaDA's authors and of models trained like theirs: each forward takes the surest token
+# of a block of 32. A threshold of 1 takes no others (Fast-dLLM's is 0.9).
 _AS_LLADA: Mapping[str, Any] = {
     "shift": False,
     "attention": "full",
@@ -210,7 +210,7 @@ _AS_LLADA: Mapping[str, Any] = {
     "remasking": "low_confidence",
     "block_length": 32,
 }
-# As Dream's authors do: the least entropy first, a forward a token, the text as one block.
+# Settings of Dream's authors: the least entropy first, a forward a token, the text as one block.
 _AS_DREAM: Mapping[str, Any] = {
     **_AS_LLADA,
     "shift": True,
@@ -220,8 +220,8 @@ _AS_DREAM: Mapping[str, Any] = {
     "stop_tokens": _QWEN_ENDS,
     "pad_token_id": 151643,
 }
-# dllm's A2D and OPDLM: an autoregressive model made into a masked or a block diffusion model, which
-# its files do not tell. A name that does decides.
+# dllm's A2D and OPDLM: an autoregressive model turned into a masked or a block diffusion model. The
+# files do not state which of the two; the name may.
 _BY_BLOCKS: Mapping[str, Any] = {
     "strategy": "block_diffusion",
     "attention": "block_causal",
@@ -499,8 +499,8 @@ FAMILIES = (
     ),
 )
 
-# Drafters: decoded with a target, never alone. In training they saw features of the text and
-# their own block.
+# Drafters: decoded only with a target. In training they saw features of the text and their own
+# block.
 DRAFTS = (
     # z-lab/*-DFlash*; meta-models/Muse-Glimmer-30B-assistant. model_type is "qwen3" or the like.
     Family(
@@ -514,12 +514,12 @@ DRAFTS = (
         attention="block_causal",
         strategy="dflash",
         block_size=16,
-        mask_token_id=None,  # of each draft's own training; the config states it
+        mask_token_id=None,  # differs by drafter; the config states it
         stop_tokens=(),
     ),
 )
 
-# LLaDA2.2: settings of a config with routing blocks; "edit" where it lacks the ids of the edits.
+# LLaDA2.2: settings of a config with routing blocks; "edit" if it lacks the ids of the edits.
 BLOCK_ROUTED: Mapping[str, Any] = {
     "strategy": "edit_indel",
     "accept_threshold": 0.5,
@@ -531,8 +531,8 @@ _SPECULATORS = "a drafter in speculators' form has a vocabulary and layer number
 _THREE_MODES = "it has three modes in one network; planned"
 _HYBRID = "its linear attention keeps a state beside keys and values, which is not run here"
 _CONVOLUTIONS = "its short convolutions keep a state beside keys and values, which is not run here"
-# Unsupported models that are easily confused with one above, and how they differ: patterns of the
-# whole class name or model_type, in any case. Of a class that is not known, a name counts as well.
+# Unsupported models that resemble one above, and their differences. Keys are patterns of the whole
+# class name or model_type, in any case; for an unknown class also of the folder's name.
 RELATIVES = {
     "dflash2draftmodel": "DFlash 2 has convolutions and a selector; use a draft of the first "
     "version",
@@ -559,7 +559,7 @@ def family_named(name: str) -> Family:
     """The row of a family.
 
     Raises:
-        ValueError: If there is none of that name.
+        ValueError: No family has this name.
     """
     every = (*FAMILIES, *DRAFTS)
     for family in every:

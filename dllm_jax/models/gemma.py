@@ -1,8 +1,9 @@
-"""DiffusionGemma: Gemma 4's text stack, which encodes a text and denoises a canvas behind it.
+"""DiffusionGemma: Gemma 4's text stack, which encodes a text and denoises a canvas after it.
 
-Encoder (mode 0) and decoder (mode 1) share their weights but for one factor a layer. Sliding and
-global layers differ in heads, rotation and view; every layer has a dense half beside its experts.
-`condition` makes the decoder's input rows of a canvas and of what was expected in its cells.
+Encoder (mode 0) and decoder (mode 1) share their weights except one factor a layer. Sliding and
+global layers differ in heads, rotation and view; every layer has a dense half and experts.
+`condition` makes the decoder's input rows from a canvas and from the expected embeddings of its
+cells.
 
 Source: google/diffusiongemma-26B-A4B-it; DiffusionGemmaForBlockDiffusion of transformers 5.
 """
@@ -51,11 +52,11 @@ class GemmaConfig(MoEConfig):
     Attributes:
         canvas_length: Tokens that are denoised together.
         sliding: For each layer, whether it slides; the others are global.
-        window: Positions that a row of a sliding layer sees, its own counted; of a canvas, counted
-            from its first cell.
-        rotary_dim, global_rotary_dim: Components of a head that are rotated, half of them from its
-            middle on; None: all. The frequencies are those of a whole head.
-        logit_cap: Logits are bent to lie within it either side of 0; None leaves them.
+        window: Positions that a row of a sliding layer sees, including its own; rows of a canvas
+            count from its first cell.
+        rotary_dim, global_rotary_dim: Components of a head that are rotated: the first ones of both
+            halves; None: all. The frequencies are those of a whole head.
+        logit_cap: Soft cap on the magnitude of logits; None leaves them.
     """
 
     canvas_length: int = 256
@@ -89,20 +90,20 @@ class GemmaConfig(MoEConfig):
             )
 
     def heads(self, layer: int) -> tuple[int, int]:
-        """KV heads of a layer and their size."""
+        """Number and size of the KV heads of a layer."""
         if self.sliding[layer]:
             return self.num_kv_heads, self.head_dim
         return self.global_num_kv_heads, self.global_head_dim
 
     def reach(self, layer: int) -> int | None:
-        """Cached keys that a row of a layer reads at most; None: all."""
+        """Most cached keys that a row of a layer reads; None: all."""
         return self.window - 1 if self.sliding[layer] else None
 
 
 def param_shapes(cfg: GemmaConfig, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
     """Shapes of every weight.
 
-    A global layer has no values of its own: `wqk` is its `wqkv`, and its keys are its values.
+    A global layer has `wqk` instead of `wqkv`: its values come from the projection of its keys.
     """
     D, E, F = cfg.hidden_size, cfg.num_experts, cfg.expert_size
 
@@ -152,11 +153,11 @@ def embed(params: Any, cfg: GemmaConfig, ids: Int[Array, "..."]) -> Float[Array,
 def condition(
     params: Any, cfg: GemmaConfig, rows: Float[Array, "... D"], expected: Float[Array, "... D"]
 ) -> Float[Array, "... D"]:
-    """The decoder's input: `embed` rows and what the step before expected there, mixed.
+    """The decoder's input: `embed` rows mixed with the previous step's expected embeddings.
 
     Args:
-        expected: In the units of `embed`; zeros where nothing was expected yet. The sum is normed
-            even then, so that no row of the decoder is a row of `embed`.
+        expected: In the units of `embed`; zeros before the first step. The sum is normed in any
+            case, so that rows of the decoder always differ from rows of `embed`.
     """
     signal = rms_norm(expected.astype(rows.dtype), params["condition_norm"], cfg.norm_eps)
     matrices = params["condition_gate_up"], params["condition_down"]
@@ -182,8 +183,8 @@ def trunk(
     Args:
         x: Rows of `embed` in the encoder, of `condition` in the decoder.
         mode: `ENCODER` or `DECODER`, a row or a text; None: the encoder.
-        live: Rows that belong to a text; the others go to no expert. None: all.
-        ops: Only `axis`, `norm_rotate`, `sandwich_norm` and `choose_experts` count.
+        live: Rows that belong to a text; others go to no expert. None: all rows.
+        ops: Only `axis`, `norm_rotate`, `sandwich_norm` and `choose_experts` are used.
     """
     mode = jnp.zeros(len(x), jnp.int32) if mode is None else mode
     is_decoder = jnp.broadcast_to((mode == DECODER).reshape(len(x), -1), x.shape[:2])
@@ -207,7 +208,7 @@ def trunk(
     return rows, tuple(streams[j] for j in hidden_layers)
 
 
-# As in `dense.py`, layers that are alike share these.
+# As in `dense.py`, layers of the same form share the traces of these.
 @functools.partial(jax.jit, static_argnames=("dtype", "cfg", "ops"))
 def _before(
     layer: Any,
@@ -219,8 +220,8 @@ def _before(
     cfg: GemmaConfig,
     ops: LayerOps,
 ) -> tuple[Array, Array, Array]:
-    """Rotated queries and keys, and values, of normed rows."""
-    has_values = "wqkv" in layer  # else they are of what the keys are of
+    """Rotated queries and keys, and values, from normed rows."""
+    has_values = "wqkv" in layer  # otherwise values share the projection of the keys
     return norm_rotate(
         _matmul(rows, layer["wqkv" if has_values else "wqk"], dtype),
         layer["q_norm"],
@@ -248,10 +249,10 @@ def _behind(
     cfg: GemmaConfig,
     ops: LayerOps,
 ) -> tuple[Array, Array | Fp8Rows]:
-    """The residual stream behind a layer, and its norm; `out` is what attention gave.
+    """The residual stream after a layer, and its norm; `out` is the result of attention.
 
     Args:
-        is_quantized: The norm is in 8 bits, as what reads it is.
+        is_quantized: Round the norm to 8 bits, for an 8-bit product.
     """
 
     def sandwich(x: Array, branches: Any, following: tuple[Array, ...], **how: Any) -> Any:
@@ -271,7 +272,7 @@ def _behind(
     branches = ((added, layer["post_attn_norm"]),)
     x, (rows, routed) = sandwich(x, branches, following, is_quantized=is_small)
     plain, routed = _both_halves(layer, cfg, x, rows, routed, live, ops)
-    if ops.axis is not None:  # both in one sum, before their norms
+    if ops.axis is not None:  # one sum over the devices for both, before their norms
         assert isinstance(routed, jax.Array)
         both = jnp.stack([fp8.rounded(plain, x.dtype), routed])
         plain, routed = total(both, both, ops.axis, peers)
@@ -287,9 +288,9 @@ def _behind(
 
 
 def head(params: Any, cfg: GemmaConfig) -> Head:
-    """What the logits of rows that went through the final norm are products with."""
+    """The matrix that turns normed rows into logits."""
     table = params["embed"]
-    weights = params.get("lm_head", table)  # its copy in 8 bits, where that was asked for
+    weights = params.get("lm_head", table)  # an 8-bit copy, if requested
     scale = _embed_scale(cfg, table.dtype)
     return Head(weights, cap=cfg.logit_cap, embed_scale=scale, table=table)
 
@@ -298,19 +299,19 @@ unembed = Unembed(head)
 
 
 def layer_view(cfg: GemmaConfig, layer: int) -> View:
-    """What a layer sees: a sliding one its window; scores are not scaled."""
+    """The view of a layer: a sliding one has a window; scores are not scaled."""
     return View(window=cfg.window if cfg.sliding[layer] else None, by_block=True, scale=1.0)
 
 
 def _embed_scale(cfg: GemmaConfig, dtype: Any) -> float:
-    """The root of the width, rounded to the type of the weights: 53.0 of 53.07 in bfloat16."""
+    """The root of the width, rounded to the type of the weights: 53.0 for 53.07 in bfloat16."""
     return float(np.asarray(cfg.hidden_size**0.5).astype(dtype))
 
 
 def _rotary(
     positions: Int[Array, "B T"], size: int, rotated: int | None, theta: float
 ) -> tuple[Float[Array, "B T H2"], Float[Array, "B T H2"]]:
-    """Cosine and sine for heads of `size`, of which the first `rotated // 2` pairs turn."""
+    """Cosine and sine for heads of `size`, of which the first `rotated // 2` pairs are rotated."""
     cos, sin = rope_tables(positions, size, theta)
     if rotated is None:
         return cos, sin
@@ -327,9 +328,9 @@ def _both_halves(
     live: Bool[Array, "B T"] | None,
     ops: LayerOps,
 ) -> tuple[Any, Float[Array, "B T D"] | RoutedRows]:
-    """The dense and the routed half on their normed rows, of a device's own experts.
+    """The dense half and the experts of this device, on their normed rows.
 
-    The router reads the residual stream `x` with a norm of its own, in float32.
+    The router norms the residual stream `x` separately, in float32.
     """
     D = cfg.hidden_size
     live = jnp.ones(x.shape[:2], bool) if live is None else live
@@ -343,7 +344,7 @@ def _both_halves(
         eps=cfg.norm_eps,
         implementation=ops.choose_experts,
     )
-    if ops.axis is not None:  # an id outside of a device's own experts is none there
+    if ops.axis is not None:  # ids of other devices' experts become invalid
         none = ids >= cfg.num_experts
         ids = jnp.where(none, -1, ids - first_of(len(layer["experts_down"]), ops.axis))
     matrices = layer["experts_gate_up"], layer["experts_down"]
@@ -365,8 +366,8 @@ def _geglu(
     dtype: Any,
     axis: str | None = None,
 ) -> Float[Array, "... D"] | Fp8Sums:
-    """`(gelu(x Wg) * (x Wu)) Wd` (Shazeer 2020, eq. 6), gelu by tanh; `axis` as of `_matmul`."""
-    # What several devices share has one scale, which they find together.
+    """`(gelu(x Wg) * (x Wu)) Wd` (Shazeer 2020, eq. 6), gelu by tanh; `axis` as in `_matmul`."""
+    # Rows that are split over devices have one scale, found across the devices.
     how: Any = {"dtype": dtype}
     if isinstance(w_down, Fp8Matrix) and axis is None:
         how |= {"is_quantized": True, "width": w_down.values.shape[-1]}
@@ -377,12 +378,12 @@ def _geglu(
 def _matmul(
     x: Float[Array, "... K"] | Fp8Rows, w: Array | Fp8Matrix, dtype: Any, axis: str | None = None
 ) -> Array | Fp8Sums:
-    """`x @ w` over the first axis of `w`; of 8 bits, what follows applies the scales.
+    """`x @ w` over the first axis of `w`; the reader applies the scales of an 8-bit product.
 
     Args:
-        dtype: Of rows. Sums of 8 bits have it too: half of the bytes of float32, which at 4,096
-            rows take longer to write and to read than the next launch has to compute.
-        axis: The axis of a mesh whose devices each have a part of K, and add sums in float32.
+        dtype: Type of the rows, and of 8-bit sums: float32 sums of 4,096 rows take longer to write
+            and read than the next launch computes.
+        axis: Mesh axis whose devices each hold a part of K and add sums in float32.
     """
     if isinstance(w, Fp8Matrix):
         return fp8.product(x, w, axis, dtype if axis is None else jnp.float32)

@@ -1,6 +1,6 @@
-"""The last product of a network as data, so that a kernel can compute logits as it reads them.
+"""The last product of a network as data, so that a kernel can read tokens while it computes logits.
 
-An `Architecture.unembed` that is an `Unembed` has this form; any other function is called.
+An `Architecture.unembed` of type `Unembed` has this form; any other function is called.
 """
 
 import dataclasses
@@ -16,14 +16,14 @@ from dllm_jax.kernels.token_readout.head import Fp8Head, products
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """Logits that are products with `weights`, times `scale`, then `cap * tanh(logits / cap)`.
+    """Logits are products with `weights`, times `scale`, then `cap * tanh(logits / cap)`.
 
     Attributes:
-        embed_scale: The embedding of an id is its row of `embedding` times this, in their type.
-            None: the weights are not the embedding's.
-        table: The embedding, of which the weights may be a copy in 8 bits. None: it is the weights.
-        axis: The axis of a mesh whose devices each have consecutive rows of the weights, zeros
-            behind the last; None: one device has all.
+        embed_scale: Factor of a row of `embedding`, in its type. None: the head is not tied to the
+            embedding.
+        table: The embedding, if the weights are an 8-bit copy of it. None: the weights themselves.
+        axis: Mesh axis whose devices each hold consecutive rows of the weights, padded with zeros;
+            None: one device holds all.
     """
 
     weights: Float[Array, "V D"] | Fp8Head
@@ -35,11 +35,11 @@ class Head:
 
     @property
     def embedding(self) -> Float[Array, "V D"]:
-        """The weights where they are the embedding's, which is never in 8 bits."""
+        """The embedding of a tied head, which is never in 8 bits."""
         return cast(Array, self.weights) if self.table is None else self.table
 
     def __call__(self, hidden: Float[Array, "... D"] | Fp8Rows) -> Float[Array, "... V"]:
-        """Logits in float32; rows in 8 bits only of such a head."""
+        """Logits in float32; 8-bit rows require an 8-bit head."""
         logits = products(hidden, self.weights)
         logits = logits if self.scale == 1.0 else logits * self.scale
         return logits if self.cap is None else self.cap * jnp.tanh(logits / self.cap)
@@ -47,7 +47,7 @@ class Head:
 
 @dataclasses.dataclass(frozen=True)
 class Unembed:
-    """`(params, cfg, hidden [..., D]) -> float32 logits [..., V]`, those of a head.
+    """`(params, cfg, hidden [..., D]) -> float32 logits [..., V]`, by a head.
 
     Attributes:
         head: `(params, cfg) -> Head`.
@@ -56,9 +56,9 @@ class Unembed:
     head: Callable[[Any, Any], Head]
 
     def __call__(self, params: Any, cfg: Any, hidden: Array) -> Float[Array, "... V"]:
-        """Logits in float32 of rows that went through the final norm."""
+        """Logits in float32 of rows after the final norm."""
         logits = self.head(params, cfg)(hidden)
-        # A head that is placed on several devices may have rows of zeros at its end.
+        # A head split over several devices may be padded with rows of zeros.
         if not 0 < cfg.vocab_size < logits.shape[-1]:
             return logits
         return logits[..., : cfg.vocab_size]

@@ -1,9 +1,9 @@
-"""How keys and values are cached: in the type of the weights, or in 8 bits with scales by head.
+"""Scales of an 8-bit KV cache, one for each head, as a bound computed from the weights.
 
-The scales follow from the weights: no key and no value is larger than they allow. A row of a norm
-is no longer than the root of its width, so a number of its product with a column is at most that
-root times the column's length. Such a bound is wide, some 2^6 for values; 8-bit floats keep their
-three bits of mantissa over 2^15, so it costs nothing, and no prompt has to be run to find one.
+A normed row is at most as long as the root of its width (before the norm's scale), so its product
+with a column is at most that root times the length of the column. This bound is loose, by some 2^6
+for values. It costs no precision, because 8-bit floats keep three bits of mantissa over a range of
+2^15, and it needs no calibration run.
 """
 
 import functools
@@ -25,7 +25,7 @@ KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = ("auto", "fp8", "fp8_e4m3")
 
 
 def unsupported(config: Any) -> str | None:
-    """Why the keys and values of such a network are not cached in 8 bits, or None."""
+    """Why the keys and values of this network cannot be cached in 8 bits, or None."""
     if isinstance(config, GemmaConfig):
         return "DiffusionGemma's cache has no form in 8 bits"
     if isinstance(config, DFlashConfig):
@@ -34,10 +34,10 @@ def unsupported(config: Any) -> str | None:
 
 
 def kv_scales(params: Any, split: Split | None = None) -> tuple[Float[Array, "2 G"], ...]:
-    """Of each layer, what the keys and what the values of each head are divided by.
+    """Divisors of the keys and of the values of each head, by layer.
 
     Args:
-        split: The devices that share the weights, each of which has the scales of its heads.
+        split: The devices that share the weights; each holds the scales of its heads.
     """
     return tuple(_layer_scales(layer, split) for layer in params["layers"])
 

@@ -20,12 +20,12 @@ from dllm_jax.kernels.layer import (
     split_matmul,
 )
 
-GATE_TURN = 32  # columns; half a line of shared memory: a tile of any whole lines has whole turns
+GATE_TURN = 32  # columns: half a line of shared memory, so whole lines hold whole groups
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Rotary frequencies stretched for longer texts, the high ones left as they are.
+    """Rotary frequencies stretched for longer texts, except the high ones.
 
     Attributes:
         original_max_position: Longest text, in tokens, before the stretching.
@@ -48,7 +48,7 @@ class Llama3Scaling:
 
     @property
     def attention_factor(self) -> float:
-        """Of what is rotated: none."""
+        """Factor of rotated numbers: 1."""
         return 1.0
 
 
@@ -58,10 +58,10 @@ class YarnScaling:
 
     Attributes:
         original_max_position: Longest text, in tokens, before the stretching.
-        beta_fast, beta_slow: Turns within that text: a pair with more than `beta_fast` is left as
-            it is, one with fewer than `beta_slow` is stretched by `factor`, with a ramp between.
-        attention_factor: Of everything that is rotated, so that scores grow by its square.
-        truncate: The ramp's ends are whole pairs.
+        beta_fast, beta_slow: Turns within that text: a pair with more than `beta_fast` is
+            kept, one with fewer than `beta_slow` is stretched by `factor`, with a ramp between.
+        attention_factor: Factor of all rotated numbers, so that scores grow by its square.
+        truncate: Round the ends of the ramp to whole pairs.
 
     Source: Peng et al. 2023 (YaRN, arXiv 2309.00071), §3.2 and §3.4; `rope_type` "yarn" of
     transformers.
@@ -78,7 +78,7 @@ class YarnScaling:
         """The stretched frequencies, in radians a token."""
         size = 2 * frequency.shape[0]
 
-        def pair(turns: float) -> float:  # that makes so many turns
+        def pair(turns: float) -> float:  # index of the pair that makes this many turns
             ratio = self.original_max_position / (turns * 2 * math.pi)
             return size * math.log(ratio) / (2 * math.log(theta))
 
@@ -104,7 +104,7 @@ def rope_tables(
     """Cosine and sine of the rotary angles at absolute `positions`, in float32.
 
     Args:
-        scaling: Stretches the frequencies; both tables hold its `attention_factor`.
+        scaling: Stretches the frequencies; its `attention_factor` is included in both tables.
 
     Source: Su et al. 2021 (RoFormer), §3.4.2; angle of pair j is `pos * theta^(-2j/R)`.
     """
@@ -119,15 +119,15 @@ def rope_tables(
 
 
 def _last(x: Array, ndim: int) -> Array:
-    """`x` along the last of `ndim` axes: rank promotion is an error in our tests."""
+    """`x` along the last of `ndim` axes, without rank promotion, which tests forbid."""
     return x.reshape((1,) * (ndim - x.ndim) + x.shape)
 
 
 def gate_up_shape(width: int, inner: int) -> tuple[int, int, int, int]:
-    """Of the matrices of gate and up in one, [D C 2 W] with C W = `inner`: turns of W columns.
+    """Shape [D C 2 W] of gate and up in one matrix, interleaved by W columns; C W = `inner`.
 
-    A kernel that multiplies with some columns of it has those of both that belong together, and
-    what lies side by side is what it reads at once.
+    So a kernel that multiplies with a range of columns has matching columns of both, and reads
+    contiguous memory.
     """
     turn = math.gcd(inner, GATE_TURN)
     return width, inner // turn, 2, turn
@@ -143,10 +143,10 @@ def swiglu(
     """`(silu(x Wg) * (x Wu)) Wd`, gate and up in one product (Shazeer 2020, eq. 6).
 
     Args:
-        w_gate_up: The two in turns, see `gate_up_shape`.
-        ops: Back ends of the products, which may leave the last one in parts (see
-            `split_matmul`); None: rows, in plain XLA.
-        dtype: Type of the result where `x` is in 8 bits.
+        w_gate_up: Gate and up interleaved, see `gate_up_shape`.
+        ops: Back ends of the products; the last one may return partial sums (see
+            `split_matmul`). None: rows, in plain XLA.
+        dtype: Type of the result if `x` has 8 bits.
     """
     if ops is None:
         inner = gated_matmul(x, w_gate_up, dtype=dtype, implementation="xla")

@@ -1,8 +1,8 @@
 """The mixture-of-experts decoder (SDAR-MoE, Qwen3-MoE, LLaDA2): config, shapes, arithmetic.
 
-`dense`'s decoder with another second half of its layers: routed experts and, in some models, one
-that every row goes through. Which experts a row goes to is `routing`'s business, how their
-products are computed that of `dllm_jax.kernels.expert_ffn`.
+The decoder of `dense` with another second half of its layers: routed experts and, in some models, a
+shared one for every row. `routing` chooses the experts of a row, and `dllm_jax.kernels.expert_ffn`
+computes their products.
 """
 
 import dataclasses
@@ -26,16 +26,16 @@ class MoEConfig(DenseConfig):
     Attributes:
         ffn_size: Width of the layers without experts.
         expert_size: Width of one expert.
-        shared_size: Width of the expert that every row goes through, 0 for none.
+        shared_size: Width of the shared expert of all rows, 0 for none.
         moe_layers: Which layers have experts, one entry a layer.
-        score: What a row's logits become: a law over all experts, or each its own probability.
+        score: Function from logits to scores: a softmax over all experts, or a sigmoid of each.
         norm_topk: Weights of the chosen experts are divided by their sum.
         routed_scale: Factor of the weights.
-        expert_bias: A bias an expert, which takes part in the choice and not in the weight.
-        num_groups: Groups of equally many experts, of which a row chooses `groups_per_token`; 1
-            lets it choose among all.
-        expert_capacity: Experts that the rows of one routing block may use together, 0 for no
-            such limit; it takes the place of groups.
+        expert_bias: Experts have a bias that affects the choice but not the weight.
+        num_groups: Equal groups of experts, of which a row chooses `groups_per_token`; 1: no
+            groups.
+        expert_capacity: Most experts that the rows of one routing block use together, 0 for no
+            limit; it replaces groups.
         routing_block: Tokens of a routing block, on the absolute grid.
     """
 
@@ -110,8 +110,8 @@ def trunk(
     """Run the layers; see `dense.trunk`.
 
     Args:
-        live: Rows that belong to a text; the others go to no expert and have no say in what a
-            routing block may use. None: all.
+        live: Rows that belong to a text; others go to no expert and do not affect the experts of a
+            routing block. None: all rows.
     """
     how = {"ffn": _ffn, "given": (positions, live), "ops": ops, "peers": peers}
     return dense.trunk(params, cfg, x, positions, attend, hidden_layers, **how)
@@ -127,13 +127,13 @@ def _ffn(
     dtype: Any,
     ops: LayerOps,
 ) -> Array | tuple[Array | RoutedRows, ...]:
-    """Rows, or several that the norm behind them adds up."""
+    """Rows, or several addends that the following norm adds up."""
     if "router" not in layer:
         return dense.mlp(layer, rows, cfg=cfg, dtype=dtype, ops=ops)
     ids, weights = routing.route(
         cfg, rows, layer["router"], layer.get("router_bias"), positions, live, ops.choose_experts
     )
-    if ops.axis is not None:  # an id outside of a device's own experts is none there
+    if ops.axis is not None:  # ids of other devices' experts become invalid
         none = ids >= cfg.num_experts
         ids = jnp.where(none, -1, ids - first_of(len(layer["experts_down"]), ops.axis))
     flat, is_summed = rows.reshape(-1, cfg.hidden_size), not takes_routed(rows, ops, "add_rms_norm")

@@ -1,7 +1,7 @@
-"""Weights in 8 bits: which matrices of a network are stored so, and how they are made.
+"""Weights in 8 bits: the choice of matrices, and their conversion.
 
-The embedding, norms, biases and routers keep their type, and so does the head unless that is asked
-for: it is read once a step and decides every token.
+The embedding, norms, biases and routers keep their type. So does the head, unless requested
+otherwise: it is read once a step and decides every token.
 """
 
 import functools
@@ -19,7 +19,7 @@ from dllm_jax.models.sharding import Split, split_axis
 
 Quantization = Literal["fp8", "none"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("fp8", "none")
-# Matrices that are stored in 8 bits, and how many of their leading axes are contracted.
+# Matrices that are stored in 8 bits, with the number of their leading axes that are contracted.
 _INPUTS = {
     "wqkv": 1,
     "wqk": 1,
@@ -36,23 +36,23 @@ HEAD = "lm_head"
 
 
 def stays_small(path: tuple[Any, ...], is_by_output: bool) -> bool:
-    """Whether a leaf that a folder stores in few bits is held in 8.
+    """Whether a leaf that a folder stores in few bits is held in 8 bits.
 
     Args:
-        path: Its key path.
-        is_by_output: It is stored in e4m3 with a scale for each output; a head in another form is
+        path: Key path of the leaf.
+        is_by_output: It is stored in e4m3 with a scale for each output. A head in another form is
             held in 16 bits.
     """
     return path[-1] in STORED or (path == (HEAD,) and is_by_output)
 
 
 def input_axes(name: str) -> tuple[int, ...]:
-    """Axes that a product contracts, of a leaf whose name is in `STORED`, or of a head."""
+    """Axes that a product contracts, for a head or a leaf with a name in `STORED`."""
     return tuple(range(_INPUTS[name])) if name in _INPUTS else (1,)
 
 
 def stored_width(name: str, depth: int, split: Split | None = None) -> int:
-    """Numbers of an output in memory: its inputs, and zeros that fill their last line."""
+    """Stored numbers of an output: its inputs and the zeros that fill their last line."""
     is_filled = name.startswith("experts") or _is_filled(name, split)
     return -(-depth // LINE) * LINE if is_filled and depth > LINE else depth
 
@@ -60,10 +60,10 @@ def stored_width(name: str, depth: int, split: Split | None = None) -> int:
 def as_stored(
     name: str, values: Array, scales: Array, depth: int, split: Split | None = None
 ) -> Fp8Matrix | Fp8Experts | Fp8Head:
-    """The leaf of this name, whose numbers were stored in 8 bits.
+    """The leaf of this name, from stored 8-bit numbers.
 
     Args:
-        values: Contracted axis last, `stored_width` long.
+        values: Contracted axis last, with length `stored_width`.
     """
     if name == HEAD:
         return Fp8Head(values, scales)
@@ -83,18 +83,18 @@ def unsupported(config: Any) -> str | None:
 def quantized(
     path: tuple[Any, ...], leaf: jax.Array, split: Split | None = None
 ) -> jax.Array | Fp8Matrix | Fp8Experts:
-    """A leaf of a parameter tree as a model in 8 bits holds it.
+    """A leaf of a parameter tree in the form of an 8-bit model.
 
     Args:
-        path: Its key path.
-        split: The devices that share the leaf, each of which rounds its part.
+        path: Key path of the leaf.
+        split: The devices that share the leaf; each rounds its part.
     """
     name = getattr(path[-1], "key", path[-1])
     return _quantize(leaf, name, split) if name in STORED else leaf
 
 
 def shapes_like(params: Any, shapes: Any) -> Any:
-    """Shapes of weights, in 8 bits where those of `params` are."""
+    """Shapes of weights, with the same 8-bit leaves as `params`."""
 
     def shape(path: Any, leaf: Any, shape: Any) -> Any:
         if isinstance(leaf, Fp8Head):
@@ -110,7 +110,7 @@ def is_quantized(leaf: Any) -> bool:
 
 
 def trimmed(params: Any) -> Any:
-    """Parameters without zeros behind a matrix's inputs, which devices would share as inputs."""
+    """Parameters without the zeros after a matrix's inputs, which devices would split as inputs."""
     return jax.tree.map(
         lambda leaf: leaf.trimmed if isinstance(leaf, Fp8Matrix) else leaf,
         params,
@@ -119,7 +119,7 @@ def trimmed(params: Any) -> Any:
 
 
 def with_quantized_head(params: dict[str, Any], split: Split | None = None) -> dict[str, Any]:
-    """Parameters with the head in 8 bits, of a tied one beside the embedding."""
+    """Parameters with the head in 8 bits; a tied embedding is kept as well."""
     head = params.get(HEAD, params["embed"])
     return params | {HEAD: head if is_quantized(head) else quantized_head(head, split)}
 
@@ -133,7 +133,7 @@ def _quantize(w: Array, name: str, split: Split | None) -> Fp8Matrix | Fp8Expert
     if split is None:
         return body(w)
     result = jax.eval_shape(body, w)
-    # Where its inputs are split, an output's largest number is that of all devices.
+    # If inputs are split, the largest number of an output is taken over all devices.
     if _shares_inputs(name, split):
         body = functools.partial(body, axis=split.axis)
     return _in_parts(body, w, name, split, result)
@@ -158,6 +158,6 @@ def quantized_head(head: Array, split: Split | None = None) -> Fp8Head:
 
 
 def _in_parts(body: Callable[..., Any], w: Array, name: str, split: Split, result: Any) -> Any:
-    """`body(w)` on each device, of its part; `result` has the form of the whole."""
+    """`body(w)` on each device for its part; `result` has the form of the whole."""
     own, rounded = split.specs({name: w}), split.specs({name: result})
     return split.run(body, (w,), (own[name],), rounded[name])

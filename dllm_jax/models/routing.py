@@ -1,7 +1,7 @@
 """Routing: the experts of each row and their weights, from the router's scores.
 
-Everything is float32, the product with the router too: in 16 bits close scores tie, and another
-choice of experts is another result. Among equal scores the lowest expert wins.
+Everything is computed in float32, including the product with the router: in 16 bits close scores
+would tie and change the choice of experts. Among equal scores the lowest expert wins.
 """
 
 from typing import Any, Literal
@@ -27,9 +27,9 @@ def route(
 
     Args:
         cfg: A `moe.MoEConfig`.
-        positions: Absolute positions, on whose grid the routing blocks lie.
-        live: Rows that count; the others get the expert E, which is none. None: all.
-        implementation: See `router.route`; routing blocks are XLA's.
+        positions: Absolute positions; routing blocks are aligned to their grid.
+        live: Rows that count; others get the invalid expert E. None: all rows.
+        implementation: See `router.route`; routing blocks always use XLA.
 
     Source: LLaDA2.2 (routing blocks).
     """
@@ -58,9 +58,9 @@ def _within_block(
     block: int,
     capacity: int,
 ) -> Float[Array, "B T E"]:
-    """-inf outside of the experts that some live row of the same routing block scores highest."""
+    """`choice` with -inf outside the experts with the highest scores in the routing block."""
     number = positions // block
-    number = number - number[:, :1]  # rows are consecutive: so many blocks at most
+    number = number - number[:, :1]  # rows are consecutive, which bounds the number
     most = choice.shape[1] // block + 2
 
     def of_text(choice: Array, number: Array, live: Array) -> Array:

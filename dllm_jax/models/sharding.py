@@ -1,8 +1,7 @@
-"""How weights lie on several devices: which axis of a leaf is split, and programs over the parts.
+"""Weights on several devices: the axis of each leaf that is split, and programs over the parts.
 
-Data flow: parameters -> `fitted` (axes that do not divide are repeated or padded) -> `place`. A
-program then runs whole on every device (`Split.run`), over that device's parts, and adds partial
-sums (`total`).
+Data flow: parameters -> `fitted` (axes that do not divide are repeated or padded) -> `place`. Every
+device then runs the whole program over its parts (`Split.run`) and adds partial sums (`total`).
 """
 
 import dataclasses
@@ -77,12 +76,12 @@ class Split:
 
     @property
     def num_batches(self) -> int:
-        """Groups of devices that decode rows of their own."""
+        """Groups of devices that decode separate rows."""
         return 1 if self.batch is None else self.mesh.shape[self.batch]
 
     @property
     def spans_processes(self) -> bool:
-        """Whether the devices are those of several processes."""
+        """Whether the devices belong to several processes."""
         return len({device.process_index for device in self.mesh.devices.flat}) > 1
 
     def specs(self, tree: Any) -> Any:
@@ -98,7 +97,7 @@ class Split:
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
     def place(self, params: Any, cfg: Any) -> Any:
-        """Parameters on the devices, each of which gets its parts alone.
+        """Parameters on the devices; each device receives only its parts.
 
         Args:
             params: The network's tree, on the host or on a device.
@@ -173,7 +172,7 @@ class Split:
         return jax.tree.map(put, tree)
 
     def laid(self, shapes: Any, specs: Any) -> Any:
-        """Shapes that say where their arrays lie.
+        """Shapes with the sharding of their arrays.
 
         Args:
             specs: A tree of `PartitionSpec`, or a prefix of one.
@@ -187,7 +186,7 @@ class Split:
         )
 
     def misplaced(self, params: Any) -> list[str]:
-        """Names of leaves that do not lie as the rules say; every call would move them."""
+        """Names of leaves that are placed against the rules; every call would move them."""
         leaves, _ = jax.tree_util.tree_flatten_with_path(params)
         return [
             jax.tree_util.keystr(path)
@@ -198,9 +197,9 @@ class Split:
         ]
 
     def run(self, body: Callable[..., Any], args: Any, in_specs: Any, out_specs: Any) -> Any:
-        """`body(*args)` on every device, over its parts of the arguments; inside of a jit.
+        """`body(*args)` on every device, over its parts of the arguments; call it inside jit.
 
-        On CPU devices JAX's types also prove that what must be the same on all devices is.
+        On CPU devices JAX's types also check that replicated results are equal on all devices.
 
         Args:
             in_specs, out_specs: Trees of `PartitionSpec`, or prefixes of them, for the arguments
@@ -213,7 +212,7 @@ class Split:
                 jax.sharding.reshard(leaf, NamedSharding(self.mesh, spec))
                 for leaf, spec in zip(leaves, specs, strict=True)
             ]
-        # jaxlib 0.11.2 crashes where an array without elements enters: such are made inside.
+        # jaxlib 0.11.2 crashes on arguments without elements, so they are created inside.
         whole = [bool(math.prod(leaf.shape)) for leaf in leaves]
         shapes = [
             NamedSharding(self.mesh, spec).shard_shape(leaf.shape)
@@ -242,9 +241,9 @@ class Split:
 
 
 def partitioned(split: Split | None, body: Callable[..., _T], params: Any, *args: Any) -> _T:
-    """`body(params, *args)` by XLA's partitioning, for what is no program of the engine.
+    """`body(params, *args)` by XLA's partitioning, for code outside the engine's programs.
 
-    The result is whole on every device. Explicit axes of a mesh are automatic inside.
+    The result is whole on every device. Explicit mesh axes are automatic inside.
     """
     if split is None or AxisType.Explicit not in split.mesh.axis_types:
         return body(params, *args)
@@ -258,7 +257,7 @@ def over_devices(count: int) -> Split:
     """A model split over the first `count` devices.
 
     Raises:
-        ValueError: There are fewer.
+        ValueError: Fewer devices exist.
     """
     devices = jax.devices()
     if not 1 <= count <= len(devices):
@@ -291,11 +290,11 @@ def as_split(mesh: Mesh | Split) -> Split:
 
 
 class Exchange(NamedTuple):
-    """Memory through which the devices of one host add up what each has of a sum.
+    """Peer memory through which kernels all-reduce on one host.
 
     Attributes:
-        peers: What kernels are told: where each device's inbox is.
-        inbox: What the others send to a device; kernels alone read and write it.
+        peers: Addresses of the inboxes of all devices, for kernels.
+        inbox: Data from the other devices; only kernels read and write it.
     """
 
     peers: Int32[Array, "devices words"]
@@ -305,11 +304,11 @@ class Exchange(NamedTuple):
 def total(
     y: Array, rows: Float[Array, "*M D"], axis: str | None, peers: Array | None = None
 ) -> Array:
-    """The sum over devices of what each has of it; without an axis, `y` as it is.
+    """The sum of `y` over the devices; without an axis, `y` unchanged.
 
     Args:
-        y: Rows like `rows`, or parts of them as `split_matmul` leaves, which are added first.
-        peers: Of an `Exchange`; None: XLA adds them up.
+        y: Rows like `rows`, or partial sums of them from `split_matmul`, which are added first.
+        peers: `peers` of an `Exchange`; None: XLA computes the sum.
     """
     if axis is None:
         return y
@@ -320,19 +319,19 @@ def total(
 
 
 def once(bias: Array, axis: str | None) -> Array:
-    """A bias that is added to a partial sum: on one device only."""
+    """A bias for a partial sum: zero on all devices but one."""
     if axis is None:
         return bias
     return jnp.where(jax.lax.axis_index(axis) == 0, bias, jnp.zeros_like(bias))
 
 
 def first_of(num_local: int, axis: str | None) -> Array | int:
-    """The number of a device's first expert, or id, of which it holds `num_local`."""
+    """The number of the first of the `num_local` experts or ids on this device."""
     return 0 if axis is None else jax.lax.axis_index(axis) * num_local
 
 
 def num_local(count: int, split: Split | None) -> int:
-    """KV heads of a device, of a layer with `count`."""
+    """KV heads on each device, for a layer with `count` of them."""
     return count if split is None else math.lcm(count, split.num_parts) // split.num_parts
 
 
@@ -347,11 +346,12 @@ def fitted(params: Any, cfg: Any, num_parts: int) -> Any:
 
 
 def fitted_leaf(path: Any, leaf: Any, cfg: Any, num_parts: int) -> Any:
-    """The leaf at a key path as `fitted` has it.
+    """The leaf at a key path in the form of `fitted`.
 
-    KV heads are repeated and their query heads dealt out among the copies, the last one several
-    times if need be, of which one counts: the largest number of a row, which 8 bits go by, stays.
-    Turns of gate and up, experts and ids are padded with zeros, which add nothing.
+    KV heads are repeated and their query heads are distributed over the copies. The last query head
+    may be repeated as padding; only one copy counts. Repeating it, rather than adding zeros, keeps
+    the largest number of a row, which determines its 8-bit scale. Groups of gate and up, experts
+    and ids are padded with zeros, which add nothing.
     """
     if split_axis(path) is None:
         return leaf
@@ -367,7 +367,7 @@ def fitted_leaf(path: Any, leaf: Any, cfg: Any, num_parts: int) -> Any:
 
 
 def _fitted(name: str, leaf: Array, cfg: Any, heads: tuple[int, int], num_parts: int) -> Array:
-    """A leaf whose axes are those of 16 bits; of `wo`, N and H may be one."""
+    """Fit a leaf with the axes of its 16-bit form; N and H of `wo` may be one axis."""
     groups, size = heads
     copies = num_parts // math.gcd(groups, num_parts)
     if name in ("wqkv", "wqk", "bqkv"):
@@ -384,10 +384,9 @@ def _fitted(name: str, leaf: Array, cfg: Any, heads: tuple[int, int], num_parts:
 
 
 def _dealt(leaf: Array, copies: int, behind: int) -> Array:
-    """[... G n+behind H] with every KV head `copies` times and its n query heads dealt out.
+    """Repeat every KV head of [... G n+m H] `copies` times and distribute its n query heads.
 
-    Args:
-        behind: Key and value behind the query heads, or the one that is both.
+    The last m heads of a group are key and value, or one head that is both.
     """
     if copies == 1:
         return leaf
@@ -400,7 +399,7 @@ def _dealt(leaf: Array, copies: int, behind: int) -> Array:
 
 
 def _padded(leaf: Array, axis: int, multiple: int, mode: str = "constant") -> Array:
-    """Zeros, or the last entry again ("edge"), behind an axis, up to a multiple."""
+    """Pad an axis to a multiple with zeros, or with its last entry ("edge")."""
     missing = -leaf.shape[axis] % multiple
     if not missing:
         return leaf
@@ -409,7 +408,7 @@ def _padded(leaf: Array, axis: int, multiple: int, mode: str = "constant") -> Ar
 
 
 def split_axis(path: Any) -> int | None:
-    """The axis of the leaf at a key path that is split; None: it is whole on every device."""
+    """The axis along which the leaf at a key path is split; None: whole on every device."""
     name, part = _named(path)
     axis = AXES.get(name)
     if part is None or axis is None or _is_split_by_row(name):
@@ -420,12 +419,12 @@ def split_axis(path: Any) -> int | None:
 
 
 def _is_split_by_row(name: str) -> bool:
-    """Whether a leaf is one of experts or ids, whose parts in 8 bits begin with that axis too."""
+    """Whether a leaf is split by experts or ids, which are the first axis in 8 bits as well."""
     return name.startswith("experts") or name in ("embed", "lm_head")
 
 
 def _named(path: Any) -> tuple[str, str | None]:
-    """The name of the leaf at a key path, and which part it is of one in 8 bits."""
+    """The name of the leaf at a key path, and its part ("values" or "scales") if it has 8 bits."""
     *before, last = path
     name = getattr(last, "name", None)
     if before and name in _PARTS:

@@ -1,14 +1,14 @@
-"""What a layer sees of the mask that all layers share."""
+"""The view of a layer: its restriction of the mask that all layers share."""
 
 from typing import NamedTuple
 
 
 class View(NamedTuple):
-    """How one layer's attention differs from that of the others.
+    """The settings of attention that differ by layer.
 
     Attributes:
-        window: Keys are seen only where they are fewer than so many positions away; None: any.
-        in_order: Rows see earlier keys only.
+        window: Keys are seen only at a distance below this number of positions; None: any.
+        in_order: Rows see only earlier keys.
         by_block: Rows that are not in token order count the window from the first cell of their
             block, and see all of the block.
         scale: Factor of the scores; None: one over the root of the head size.
