@@ -40,13 +40,24 @@ def dtype(text: str) -> str:
     return text
 
 
-KINDS = ("sdar", "ar", "dflash", "diffusion_gemma")
-_ALL, _OWN, _DRAFT = KINDS, ("sdar", "ar", "diffusion_gemma"), ("dflash",)
+def objective(text: str) -> str:
+    """An argparse type: a loss of fine-tuning."""
+    if text not in ("block", "full"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no objective; use block or full")
+    return text
+
+
+KINDS = ("sdar", "ar", "dflash", "diffusion_gemma", "sft")
+_ALL, _OWN, _DRAFT, _SFT = KINDS, ("sdar", "ar", "diffusion_gemma"), ("dflash",), ("sft",)
+_NEW = (*_OWN, *_DRAFT)  # models from nothing
 _METAVARS = {
     "--target": "SRC",
     "--prompts": "FILE",
     "--family": "NAME",
     "--dtype": "NAME",
+    "--model": "SRC",
+    "--data": "FILE",
+    "--objective": "NAME",
     "--target-layer-ids": "ID,...",
 }
 # flag, type, kinds, help; a flag that is not given keeps the default of its recipe
@@ -54,20 +65,24 @@ OPTIONS = (
     ("--steps", flags.whole(1), _ALL, "length of the run"),
     ("--budget-seconds", flags.number(0, 1e9, True), _ALL, "length in seconds, instead of --steps"),
     ("--max-seconds", flags.number(0, 1e9, True), _ALL, "stop this call, to be continued"),
+    ("--model", str, _SFT, "the masked model that is fine-tuned: all that dj.load takes"),
+    ("--data", str, _SFT, '.jsonl with "messages", or with "prompt" and "completion"'),
+    ("--objective", objective, _SFT, "block or full; none: as the model was trained"),
+    ("--lora-rank", flags.whole(0), _SFT, "rank of each matrix's update; 0: all weights change"),
     ("--batch-size", flags.whole(1), _ALL, "sequences a step"),
     ("--seed", flags.whole(0, 2**31 - 1), _ALL, "of data, noise and weights"),
-    ("--muon-lr", flags.number(0, 10, True), _ALL, "peak learning rate of the layers' matrices"),
+    ("--muon-lr", flags.number(0, 10, True), _NEW, "peak learning rate of the layers' matrices"),
     ("--adam-lr", flags.number(0, 10, True), _ALL, "peak learning rate of everything else"),
     ("--dtype", dtype, _ALL, "of products, bfloat16 or float32, which is faster on a CPU"),
     ("--family", family, _OWN, "the only family of word problems; sums is the easiest"),
-    ("--layers", flags.whole(1), _ALL, "layers of the model"),
+    ("--layers", flags.whole(1), _NEW, "layers of the model"),
     ("--hidden-size", flags.whole(1), _OWN, "width of the model"),
-    ("--ffn-size", flags.whole(1), _ALL, "width of its feed-forward part"),
-    ("--workers", flags.whole(0), _ALL, "processes that make data; 0: none"),
+    ("--ffn-size", flags.whole(1), _NEW, "width of its feed-forward part"),
+    ("--workers", flags.whole(0), _NEW, "processes that make data; 0: none"),
     ("--head-temperature", flags.number(0, 100, True), ("sdar",), "what divides the head at last"),
-    ("--evals", flags.whole(0), _ALL, "evaluations during the run"),
-    ("--eval-problems", flags.whole(1), _ALL, "held-out problems a half, each of those"),
-    ("--final-problems", flags.whole(1), _ALL, "held-out problems a half, at the end"),
+    ("--evals", flags.whole(0), _NEW, "evaluations during the run"),
+    ("--eval-problems", flags.whole(1), _NEW, "held-out problems a half, each of those"),
+    ("--final-problems", flags.whole(1), _NEW, "held-out problems a half, at the end"),
     ("--log-every", flags.whole(1), _ALL, "steps between lines of the log"),
     ("--target", str, _DRAFT, "what is drafted for: all that --model takes"),
     ("--prompts", str, _DRAFT, 'file of prompts, one a line or .jsonl with "prompt"'),
@@ -85,11 +100,13 @@ OPTIONS = (
 )
 # What the recipes set: the usual one, then those of single kinds. Other flags have none.
 DEFAULTS = {
-    "--steps": "20000, dflash 5000, diffusion_gemma 1000",
-    "--batch-size": "256, dflash 64, diffusion_gemma 16",
+    "--steps": "20000, dflash 5000, diffusion_gemma 1000, sft 1000",
+    "--model": "builtin:tiny-sdar",
+    "--lora-rank": "16",
+    "--batch-size": "256, dflash 64, diffusion_gemma 16, sft 8",
     "--seed": "0",
     "--muon-lr": "0.02",
-    "--adam-lr": "0.003",
+    "--adam-lr": "0.003, sft 0.0001",
     "--dtype": "bfloat16, diffusion_gemma float32",
     "--family": "all, diffusion_gemma sums",
     "--layers": "3, ar 6, dflash 2",
@@ -106,7 +123,7 @@ DEFAULTS = {
     "--block-size": "16",
     "--anchors": "16",
     "--gamma": "the published one of the block size",
-    "--row-tokens": "176 or 256, ar 208, dflash 208, diffusion_gemma 64",
+    "--row-tokens": "176 or 256, ar 208, dflash 208, diffusion_gemma 64, sft 512",
     "--num-responses": "32768",
     "--response-batch": "1024",
     "--response-tokens": "160",
@@ -120,7 +137,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "kind", nargs="?", choices=KINDS, default=None, metavar="KIND",
         help="sdar: a block-diffusion model of word problems (the default); ar: a causal one, a "
-        "target for drafters; dflash: a drafter for --target; diffusion_gemma: canvases of sums",
+        "target for drafters; dflash: a drafter for --target; diffusion_gemma: canvases of sums; "
+        "sft: fine-tuning of --model on --data",
     )  # fmt: skip
     parser.add_argument(
         "--output", "--out", required=True, metavar="FOLDER", help="folder of the run"
@@ -150,6 +168,8 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
         given[name] = value
     if kind == "dflash" and args.target is None:
         raise UsageError("train dflash needs a --target: give what --model takes")
+    if kind == "sft" and args.data is None:
+        raise UsageError("train sft needs --data: give a .jsonl file of texts")
     from dllm_jax.training.command import main
     from dllm_jax.training.run_folder import latest_step
 

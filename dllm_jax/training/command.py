@@ -18,6 +18,7 @@ from dllm_jax.training import (
     run_log,
     scoring,
     sdar,
+    sft,
 )
 
 KINDS: dict[str, Any] = {
@@ -25,6 +26,7 @@ KINDS: dict[str, Any] = {
     "ar": ar.TrainConfig(),
     "dflash": dflash.TrainConfig(),
     "diffusion_gemma": diffusion_gemma.TrainConfig(),
+    "sft": sft.TrainConfig(),
 }
 # buffer, threshold, block size: the settings of the final table
 FINAL_SETTINGS = (
@@ -69,6 +71,7 @@ def main(
         "ar": ar.train,
         "dflash": dflash.train,
         "diffusion_gemma": diffusion_gemma.train,
+        "sft": sft.train,
     }[kind]
     run = train(config, folder, **how)
     if (folder / "metrics.jsonl").exists():
@@ -81,6 +84,7 @@ def main(
         "ar": _finish_ar,
         "dflash": _finish_dflash,
         "diffusion_gemma": _finish_diffusion_gemma,
+        "sft": _finish_sft,
     }[kind]
     finish(run, config, folder, num_problems)
 
@@ -89,7 +93,7 @@ def make_config(kind: str, given: dict[str, Any]) -> loop.RunConfig:
     """The recipe of a kind with the given options."""
     recipe = KINDS[kind]
     fields = {_FIELDS.get(name, name): value for name, value in given.items()}
-    if kind != "dflash":
+    if kind not in ("dflash", "sft"):
         shape = {name: fields.pop(name) for name in _SHAPE if name in fields}
         if kind == "diffusion_gemma" and "num_layers" in shape:
             shape |= diffusion_gemma.layers_of(shape["num_layers"])
@@ -101,6 +105,12 @@ def make_config(kind: str, given: dict[str, Any]) -> loop.RunConfig:
         fields["model"] = dataclasses.replace(recipe.model, **shape)
         fields["data"] = dataclasses.replace(recipe.data, **rows)
     return dataclasses.replace(recipe, **fields)
+
+
+def _finish_sft(run: dict[str, Any], config: Any, out: pathlib.Path, num_problems: int) -> None:
+    del config, num_problems
+    sft.finish(run, out / "model")
+    print(f"{out / 'model'} holds the model; `dllm-jax eval --data FILE` compares it")
 
 
 def _finish_ar(run: dict[str, Any], config: Any, out: pathlib.Path, num_problems: int) -> None:

@@ -70,6 +70,7 @@ class Task:
         batches: `(first, num_workers) -> batches`, from batch number `first` on; rows lead.
         score: `(params, sharding of rows) -> results`, one dictionary a line of the log.
         frozen: Arrays that `loss` reads and nothing changes, such as a target's weights.
+        start: The parameters to begin with, in place of `init`'s.
     """
 
     init: Callable[[Array], Any]
@@ -77,6 +78,7 @@ class Task:
     batches: Callable[[int, int], Generator[dict, None, None]]
     score: Callable[[Any, NamedSharding], list[dict]]
     frozen: Any = None
+    start: Any = None
 
 
 def learning_rate_factor(config: RunConfig, progress: float) -> float:
@@ -87,11 +89,11 @@ def learning_rate_factor(config: RunConfig, progress: float) -> float:
 
 
 def make_step(config: RunConfig, task: Task) -> tuple[Callable, Callable]:
-    """The pure functions of a run: `init(key) -> state`, `step(state, frozen, batch, factor)`."""
+    """The pure functions of a run: `init(key, start)` and `step(state, frozen, batch, factor)`."""
     optimize = optimizer.make_optimizer(config.muon_lr, config.adam_lr)
 
-    def init(key: Array) -> TrainState:
-        params = task.init(key)
+    def init(key: Array, start: Any = None) -> TrainState:
+        params = task.init(key) if start is None else start
         return TrainState(params, optimize.init(params), jnp.zeros((), jnp.int32))
 
     def step(state: TrainState, frozen: Any, batch: dict, factor: Array) -> tuple[TrainState, dict]:
@@ -142,7 +144,7 @@ def run(
     rows = NamedSharding(mesh, PartitionSpec("data"))
     whole = NamedSharding(mesh, PartitionSpec())
     run_step = jax.jit(step, donate_argnums=0, out_shardings=whole)
-    state = jax.jit(init, out_shardings=whole)(jax.random.key(config.seed))
+    state = jax.jit(init, out_shardings=whole)(jax.random.key(config.seed), task.start)
     frozen = jax.device_put(task.frozen, whole)
     with (
         ocp.CheckpointManager(

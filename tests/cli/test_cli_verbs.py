@@ -129,7 +129,8 @@ def test_every_flag_of_train_changes_the_run_it_is_of(monkeypatch, tmp_path):
         return {"done": True}
 
     def asked(kind, *words):
-        target = ["--target", "t"] if kind == "dflash" and "--target" not in words else []
+        needed = {"dflash": ["--target", "t"], "sft": ["--data", "d"]}.get(kind, [])
+        target = [] if {*needed[:1]} & {*words} else needed
         seen.clear()
         assert main(["train", kind, "--out", str(tmp_path), *target, *words]) == 0
         return tuple(seen)
@@ -144,6 +145,7 @@ def test_every_flag_of_train_changes_the_run_it_is_of(monkeypatch, tmp_path):
         for flag, _, kinds, _ in OPTIONS:
             if kind in kinds:
                 words = {"--greedy-share": "0.25", "--family": "ages", "--dtype": "float32"}
+                words["--objective"] = "full"
                 if command.KINDS[kind].compute_dtype == "float32":
                     words["--dtype"] = "bfloat16"
                 value = words.get(flag, "7")
