@@ -87,7 +87,7 @@ def _row(path: str, number: int, line: str) -> tuple[str, int | None]:
 
 
 def problem_work(count: int, max_tokens: int, seed: int) -> list[Work]:
-    """Held-out word problems, alternating both kinds, in the form that built-in models expect."""
+    """Held-out word problems, plain and hard alternating, formatted as for built-in models."""
     halves = ("plain", "hard")
     problems = [problem(halves[i % 2], seed, i // 2, heldout=True) for i in range(count)]
     return [Work(one.question, max_tokens, problem=one) for one in problems]

@@ -70,7 +70,7 @@ def random_work(model: Any, count: int, inputs: Lengths, outputs: Lengths, seed:
 
 
 def problem_work(model: Any, count: int, max_tokens: int, seed: int) -> list[Work]:
-    """Held-out word problems, alternating both kinds, in the form that built-in models expect."""
+    """Held-out word problems, plain and hard alternating, formatted as for built-in models."""
     halves = ("plain", "hard")
     problems = [problem(halves[i % 2], seed, i // 2, heldout=True) for i in range(count)]
     ids = [encode(model, one.question) for one in problems]

@@ -1,1 +1,1 @@
-"""How a text was denoised, to look at: a page that replays it, or pictures."""
+"""Visualisation of how a text was denoised: a page that replays it, or pictures."""

@@ -1,4 +1,4 @@
-"""A trajectory as one HTML page that needs nothing else: no network, no other file.
+"""A trajectory as one self-contained HTML page, without network access or other files.
 
 Data flow: `Trajectory` -> `replay` and `pieces` -> JSON -> the template's style, script and data.
 """
@@ -15,7 +15,7 @@ from dllm_jax.trace.trajectory import Trajectory
 
 
 def render_page(trajectory: Trajectory | Sequence[Trajectory], tokenizer: Any = None) -> str:
-    """The page; several trajectories of one prompt stand side by side.
+    """The HTML page; several trajectories of one prompt are shown side by side.
 
     Args:
         tokenizer: A transformers tokenizer; None shows ids.
@@ -36,7 +36,7 @@ def render_page(trajectory: Trajectory | Sequence[Trajectory], tokenizer: Any = 
         "DATA": _script_safe(facts if len(facts) > 1 else facts[0]),
     }
     page = _asset("page.html")
-    # Split once, so that no part is looked through for the names of the others.
+    # Split once, so that inserted parts are not searched for the names of others.
     for name in ("TITLE", "STYLE", "DATA", "SCRIPT"):
         before, after = page.split(f"{{{{{name}}}}}")
         parts[name] = before + parts[name]
@@ -45,7 +45,7 @@ def render_page(trajectory: Trajectory | Sequence[Trajectory], tokenizer: Any = 
 
 
 def page_facts(trajectory: Trajectory, tokenizer: Any = None) -> dict[str, Any]:
-    """What the page receives, as JSON holds it; probabilities are in thousandths."""
+    """The data of the page, for JSON; probabilities are in thousandths."""
     played = replay(trajectory)
     return {
         "model": trajectory.model,
@@ -67,7 +67,7 @@ def page_facts(trajectory: Trajectory, tokenizer: Any = None) -> dict[str, Any]:
 
 
 def text_of(tokenizer: Any, ids: list[int]) -> str:
-    """Ids as text, special tokens left out; the ids themselves without a tokenizer."""
+    """Ids as text without special tokens; without a tokenizer, the ids."""
     if tokenizer is None:
         return " ".join(map(str, ids))
     return tokenizer.decode(ids, skip_special_tokens=True)
@@ -78,7 +78,7 @@ def _asset(name: str) -> str:
 
 
 def _script_safe(facts: Any) -> str:
-    """JSON that no parser of HTML can take for the end of its script."""
+    """JSON that an HTML parser cannot mistake for the end of the script."""
     text = json.dumps(facts, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
@@ -86,7 +86,7 @@ def _script_safe(facts: Any) -> str:
 
 
 def _pieces(played: Replay, tokenizer: Any) -> dict[int, list[Any]]:
-    """Each token that is shown anywhere, and 1 where it is no text."""
+    """The text of every shown token, and 1 if it is special."""
     ids = set()
     for frame in played.frames:
         ids |= {token for _, token, _ in (*frame.put, *frame.guesses)}
@@ -111,7 +111,7 @@ def _frame(frame: Frame, trajectory: Trajectory, tokenizer: Any) -> dict[str, An
 
 
 def _settled_chars(count: int, trajectory: Trajectory, tokenizer: Any) -> int:
-    """How far the settled tokens reach into the text: characters both begin with."""
+    """Length of the settled tokens in the text: the characters that both begin with."""
     whole = text_of(tokenizer, trajectory.tokens)
     settled = text_of(tokenizer, trajectory.tokens[:count])
     pairs = enumerate(zip(settled, whole, strict=False))

@@ -1,6 +1,6 @@
-"""A frame of a trajectory as a PNG, as the page shows it in light colours.
+"""A frame of a trajectory as a PNG that looks like the page in light colours.
 
-The font is matplotlib's; letters that it lacks are written as code points.
+The font is matplotlib's; characters that it lacks are written as code points.
 """
 
 import functools
@@ -32,7 +32,7 @@ STATES = ("not open", "active", "to cache")
 
 
 def render_pictures(trajectory: Trajectory, tokenizer: Any = None) -> Iterator[Image.Image]:
-    """A picture a frame: before the first step, then after each.
+    """One picture before the first step, then one after each step.
 
     Args:
         tokenizer: A transformers tokenizer; None shows ids.
@@ -192,12 +192,12 @@ class _Picture:
 
 
 def colour(share: int) -> str:
-    """The colour of a probability in thousandths; below 0: there is none."""
+    """The colour of a probability in thousandths; a negative number means no probability."""
     return next((name for edge, name in COLOURS if share >= edge), UNASKED)
 
 
 def _printable(text: str) -> str:
-    """The text, with the code points of letters that the font does not have."""
+    """The text, with code points in place of characters that the font lacks."""
     known = _letters()
     return "".join(char if ord(char) in known else f"U+{ord(char):04X}" for char in text)
 

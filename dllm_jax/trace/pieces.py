@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 VISIBLE = {" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥"}
 _BROKEN = "\ufffd"
-# Categories that print nothing of their own, or turn the direction of what follows.
+# Categories of characters that are invisible, or change the direction of the text after them.
 _UNSEEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs")
 _JOINERS = "\u200c\u200d"  # within words and emoji
 
@@ -14,8 +14,8 @@ class Piece(NamedTuple):
     """A token as text.
 
     Attributes:
-        text: Never empty, without a character that cannot be seen.
-        is_special: It is no text to the tokenizer: a mask, an end, a role.
+        text: Never empty, without invisible characters.
+        is_special: The tokenizer does not treat it as text: a mask, an end, a role.
     """
 
     text: str
@@ -23,7 +23,7 @@ class Piece(NamedTuple):
 
 
 def piece(tokenizer: Any, token: int) -> Piece:
-    """The token alone; `[id]` where there is no tokenizer or it has no such id."""
+    """A token as text; `[id]` without a tokenizer, or if it does not have the id."""
     if tokenizer is None:
         return Piece(f"[{token}]", False)
     name = _name(tokenizer, token)
@@ -32,7 +32,7 @@ def piece(tokenizer: Any, token: int) -> Piece:
     added = getattr(tokenizer, "added_tokens_decoder", {}).get(token)
     if added is not None and added.special:
         return Piece(visible(name), True)
-    # Behind another token: some tokenizers drop the space of a first one.
+    # Decode it after another token, since some tokenizers drop the space of a first one.
     text = _after_another(tokenizer, token)
     if _BROKEN in text:
         return Piece(_bytes(name), False)
@@ -40,7 +40,7 @@ def piece(tokenizer: Any, token: int) -> Piece:
 
 
 def plain_text(tokenizer: Any, token: int) -> str:
-    """The token alone as it stands in a text; as `piece` where it is none by itself."""
+    """The token as it appears in a text; like `piece` if it alone is not text."""
     found = piece(tokenizer, token)
     if found.is_special or tokenizer is None or found.text.startswith(("⟨", "[")):
         return found.text
@@ -49,7 +49,7 @@ def plain_text(tokenizer: Any, token: int) -> str:
 
 
 def visible(text: str) -> str:
-    """The text with a sign or `U+....` for each character that would not be seen."""
+    """The text with a symbol or `U+....` in place of each invisible character."""
     return "".join(map(_shown, text))
 
 
@@ -78,7 +78,7 @@ def _after_another(tokenizer: Any, token: int) -> str:
 
 
 def _bytes(name: str) -> str:
-    """A half character: the bytes of `<0xE2>`, or of a byte-level name such as `âĤ`."""
+    """The bytes of a partial character, from `<0xE2>` or a byte-level name such as `âĤ`."""
     if name.startswith("<0x"):
         return f"⟨{name[3:-1]}⟩"
     codes = [_BYTES.get(char) for char in name]
@@ -88,7 +88,7 @@ def _bytes(name: str) -> str:
 
 
 def _byte_names() -> dict[str, int]:
-    """Byte-level BPE's character of each byte: itself where it prints, else one from 256 on."""
+    """Byte-level BPE's character of each byte: the byte if it prints, else one from 256 on."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printed]
     names = {chr(byte): byte for byte in printed}

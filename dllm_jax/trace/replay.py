@@ -1,7 +1,7 @@
 """A trajectory as frames: the changes of each step, in absolute positions.
 
-The page and the pictures both draw these. A frame is the state after a step and its slide, with the
-events of that step.
+The page and the pictures both draw these frames. A frame is the state after a step and its slide,
+with the events of that step.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ class Frame:
 
     Attributes:
         start: Position of the window's first cell; everything before it is in the cache.
-        status: Of the window's blocks: 0 not open, 1 active, 2 about to enter the cache.
+        status: State of each block of the window: 0 not open, 1 active, 2 about to enter the cache.
         nfe: Forwards so far.
-        num_settled: Tokens of the text that can never change any more.
+        num_settled: Tokens of the text that cannot change any more.
         commit_len: Tokens that entered the cache in this step.
         put: (position, token, probability in thousandths) of cells whose token or probability
-            changed; HOLE for a token that was removed, NO_PROBABILITY where the model was not run.
+            changed; HOLE for a removed token, NO_PROBABILITY if the model was not run.
         guesses: The same for holes, with the model's prediction in this step.
         accepted: Positions filled in this step.
         edited: (position, previous token) of replaced tokens.
@@ -50,7 +50,7 @@ class Replay:
     Attributes:
         first: Position of the first cell that is shown; the prompt before it was cached at once.
         end: One past the last cell that is shown.
-        block_size: Of the grid of blocks; 0 where blocks are too small, or off the grid.
+        block_size: Tokens of a block of the grid; 0 if blocks are too small or off the grid.
     """
 
     first: int
@@ -63,7 +63,7 @@ def replay(trajectory: Trajectory) -> Replay:
     """The frames of a trajectory.
 
     Raises:
-        ValueError: It has no steps.
+        ValueError: The trajectory has no steps.
     """
     steps = trajectory.steps
     if not steps:
@@ -116,7 +116,7 @@ def _frame(trajectory: Trajectory, step: Step, seen: dict[int, tuple[int, int]],
                 guesses.append((position, guess, share))
             continue
         if old is not None and old[0] == token and guess != token:
-            continue  # it stays, whatever the model predicts
+            continue  # a filled cell keeps its token
         new = (token, share if guess == token else NO_PROBABILITY)
         if new != old:
             seen[position] = new

@@ -1,7 +1,7 @@
 """`record`: one prompt decoded step by step, with a record of every step on the host.
 
-The tokens are those of `generate`. A recorded step is a program of its own, so that the others
-stay free of recording.
+The tokens are those of `generate`. A recorded step is a separate program, so that recording does
+not change other programs.
 
 Data flow: `generate.start` -> `recorded_step` for each step -> NumPy -> `Trajectory` <-> JSON.
 """
@@ -33,7 +33,7 @@ VERSION = 1
 
 
 class TrajectoryError(ValueError):
-    """The text is no trajectory, or of another version."""
+    """The text is not a trajectory, or has another version."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Window:
     Attributes:
         start: Absolute position of the first cell = number of tokens in the cache.
         status: State of each block: 0 not open, 1 active, 2 about to enter the cache [K].
-        tokens: Token ids, -1 where a cell is a hole [K S].
+        tokens: Token ids, -1 for a hole [K S].
     """
 
     start: int
@@ -56,15 +56,15 @@ class Step:
     """One decode step; cells are those of the window before the slide, [K S].
 
     Attributes:
-        before: The window as the last step left it, after its slide.
-        after: With the tokens of this step; the window then slides by `commit_len`.
-        predicted: The model's prediction, -1 where there is none.
-        confidence: Its probability, as the strategy computes it; NaN where there is none.
-        entropy: Of its distribution, in nats, NaN where there is none.
+        before: The window after the slide of the previous step.
+        after: The window with the tokens of this step; it then slides by `commit_len`.
+        predicted: The model's prediction, -1 for none.
+        confidence: Probability of the prediction, as the strategy computes it; NaN for none.
+        entropy: Entropy of the distribution in nats, NaN for none.
         accepted: Holes that were filled.
         edited: Filled cells that got another token.
         commit_len: Tokens that were committed.
-        settled_len: Leading cells that can never change again.
+        settled_len: Leading cells that cannot change any more.
         nfe: Forwards spent.
     """
 
@@ -88,12 +88,12 @@ class Trajectory:
         prompt: Ids of the prompt.
         tokens: Ids of the text, as `generate` emits them.
         limit: First absolute position that may not be emitted.
-        finish_reason: Why it ended (`dllm_jax.strategies.core.state.FINISH_REASONS`).
+        finish_reason: Reason for the end (`dllm_jax.strategies.core.state.FINISH_REASONS`).
         model: The source of the model.
         strategy: Name of the strategy.
-        settings: Its fields by name.
-        steps: One record a decode step, in order.
-        error: Why it ended with "error", else None.
+        settings: Fields of the strategy, by name.
+        steps: One record for each decode step, in order.
+        error: Message if it ended with "error", else None.
     """
 
     prompt: list[int]
@@ -152,11 +152,11 @@ def record(
 ) -> Trajectory:
     """Decode one prompt and keep a record of every step.
 
-    Slower than `generate`, because each step is fetched by itself.
+    Slower than `generate`, because each step is fetched separately.
 
     Args:
         model: A `Model` or what `load` takes.
-        prompt: Token ids, or a text (which is read as it is, without a chat template).
+        prompt: Token ids, or a text, which is encoded without a chat template.
         strategy: A value, name, import path or step function; None is the family's default.
         request: `generate`'s further keywords: `max_tokens`, `temperature`, `key`, ...
 
@@ -233,7 +233,7 @@ def _ids(model: Model, prompt: str | Sequence[int]) -> Sequence[int]:
 
 
 def _settings(strategy: Any) -> dict[str, Any]:
-    """Fields of a strategy that are numbers, words or None."""
+    """Fields of a strategy that are numbers, strings or None."""
     found = {}
     for name in settings(strategy):
         value = getattr(strategy, name)
@@ -269,7 +269,7 @@ def _from_device(one: Any) -> Step:
 
 
 def _plain(value: Any) -> Any:
-    """Lists, numbers, words and None."""
+    """Convert to lists, numbers, strings and None."""
     if isinstance(value, np.ndarray):
         return _plain(value.tolist())
     if isinstance(value, list | tuple):

@@ -1,6 +1,6 @@
 """Next-token training of a small Qwen3 on the word problems: config, objective, run.
 
-The model is an ordinary causal one, the target that drafters are trained for.
+The result is an ordinary causal model, used as the target of drafters.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class TrainConfig(loop.RunConfig):
     """A run of next-token training.
 
     Attributes:
-        data: Of one row length: a second one would be a second program to compile.
+        data: The data, with one row length, since each length is a program to compile.
         prompt_weight: Loss weight of a token of the prompt; one of the response weighs 1.
     """
 
@@ -60,7 +60,7 @@ def loss(
     """Cross entropy of every next token up to the first end of sequence, and accuracy.
 
     Args:
-        length: Tokens up to and with the first end-of-sequence token.
+        length: Tokens up to and including the first end-of-sequence token.
     """
     # a product with one-hot rows: the gradient of a gather is a slow scatter into few rows
     x = jax.nn.one_hot(tokens, cfg.vocab_size, dtype=dtype) @ params["embed"].astype(dtype)
@@ -86,13 +86,13 @@ def loss(
 
 
 def train(config: TrainConfig, out_dir: str | os.PathLike[str], **how: Any) -> dict[str, Any]:
-    """Train, or continue the run in `out_dir`; `how` is `loop.run`'s keywords.
+    """Train, or continue the run in `out_dir`; `how` are keywords of `loop.run`.
 
     Returns:
-        What `loop.run` does, and the `tokenizer`.
+        The result of `loop.run`, and the `tokenizer`.
 
     Raises:
-        FloatingPointError: If the loss is no number any more.
+        FloatingPointError: If the loss is not finite.
         ValueError: If `out_dir` holds something else, or a run of another config (`run_folder`).
     """
     folder = run_folder.claim(out_dir, config)

@@ -1,4 +1,4 @@
-"""Model cards: what a trained model is, how it was made and how it scores."""
+"""Model cards: description, training and scores of a trained model."""
 
 import pathlib
 import platform

@@ -1,4 +1,4 @@
-"""A whole run: its config from options, training, scores, curves and a Hugging Face folder."""
+"""A complete run: config from options, training, scores, curves and a Hugging Face folder."""
 
 import contextlib
 import dataclasses
@@ -35,9 +35,9 @@ FINAL_SETTINGS = (
     (4, 0.9, 32),
     (1, 1.0, 32),  # one token a forward
 )
-# mean entropies in nats at which a canvas may end; at 0 each takes its whole schedule
+# mean entropies in nats below which a canvas may end; at 0 each takes its whole schedule
 FINAL_THRESHOLDS = (0.0, 0.001, 0.005, 0.02, 0.1)
-FINAL_PROBLEMS = 2048  # a half, when the run is complete
+FINAL_PROBLEMS = 2048  # problems of each half, when the run is complete
 _FIELDS = {
     "steps": "num_steps",
     "layers": "num_layers",
@@ -59,7 +59,7 @@ def main(
         kind: One of `KINDS`.
         out: The run's folder.
         given: Options by the names of their flags without dashes; the recipe sets the others.
-        held: As `loop.run` takes it.
+        held: As in `loop.run`.
     """
     given = dict(given)
     num_problems = given.pop("final_problems", FINAL_PROBLEMS)

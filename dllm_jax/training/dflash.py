@@ -1,6 +1,6 @@
 """A DFlash drafter for any target the engine loads: config, data, run.
 
-Data flow: the frozen target -> its answers to many prompts (`responses`) -> blocks behind random
+Data flow: the frozen target -> its answers to many prompts (`responses`) -> blocks after random
 anchors in them (`draft_objective`) -> a drafter.
 """
 
@@ -31,22 +31,22 @@ class TrainConfig(loop.RunConfig):
     """A run that trains a drafter.
 
     Attributes:
-        target: What `dllm_jax.load` takes.
+        target: Source of the target, as for `dllm_jax.load`.
         prompts: File of prompts; None: the built-in word problems.
         num_layers: Layers of the drafter.
-        target_layer_ids: Layers of the target that it reads, counted from 0; None: `num_taps` of
-            them, evenly from the second to the last but one.
-        block_size: Cells of a block, its anchor counted.
-        mask_token_id: A row of the target's embedding that no text uses; None: its tokenizer's
-            mask, else the first row past its tokens.
+        target_layer_ids: Layers of the target that it reads, counted from 0; None: `num_taps`
+            layers, evenly spaced from the second to the last but one.
+        block_size: Cells of a block, including its anchor.
+        mask_token_id: A row of the target's embedding that no text uses; None: the mask of the
+            tokenizer, else the first row past its tokens.
         anchors: Blocks of each text and step.
-        gamma: Decay of the loss weights along a block; None: the published one of its size.
+        gamma: Decay of the loss weights along a block; None: the published one for its size.
         ffn_size: Width of the feed-forward part; None: the target's.
         row_tokens: Texts are cut to this many tokens.
         num_responses: Answers of the target to learn from, rounded up to whole batches.
-        response_batch: Prompts it answers at a time.
-        response_tokens: Tokens of its longest answer.
-        response_seconds: Stop answering after so long in one call, with what there is.
+        response_batch: Prompts that the target answers at a time.
+        response_tokens: Tokens of the longest answer.
+        response_seconds: Stop answering after this time in a call, and use the answers so far.
         greedy_share: Share of the answers at temperature 0; the rest are drawn at 1.
     """
 
@@ -73,17 +73,17 @@ class TrainConfig(loop.RunConfig):
 
 
 def spread(num_layers: int, num_taps: int) -> tuple[int, ...]:
-    """`num_taps` layers of a target, evenly from its second to its last but one."""
+    """`num_taps` layers of a target, evenly spaced from its second to its last but one."""
     ids = np.linspace(1, num_layers - 2, num_taps).round().astype(int)
     return tuple(sorted({int(i) for i in np.clip(ids, 0, num_layers - 1)}))
 
 
 def draft_config(config: TrainConfig, target: Model) -> dflash.DFlashConfig:
-    """The drafter that a run trains: the target's heads and width, layers of its own.
+    """Config of the drafter that a run trains, with the heads and width of the target.
 
     Raises:
-        ValueError: The target is no causal model, has no row for the mask, or lacks a layer that is
-            to be read; or a layer is to be read twice.
+        ValueError: The target is not causal, has no row for the mask, or lacks a layer of
+            `target_layer_ids`; or a layer is listed twice.
     """
     of = target.config
     if not of.shift:
@@ -129,19 +129,19 @@ def draft_config(config: TrainConfig, target: Model) -> dflash.DFlashConfig:
 
 
 def train(config: TrainConfig, out_dir: str | os.PathLike[str], **how: Any) -> dict[str, Any]:
-    """Train, or continue the run in `out_dir`; `how` is `loop.run`'s keywords.
+    """Train, or continue the run in `out_dir`; `how` are keywords of `loop.run`.
 
     The folder is claimed only after the target, the layers and the prompts were checked.
 
     Returns:
-        What `loop.run` does, and `target`, its `answers`, `model_config` (of the drafter) and the
-        `tokenizer` of a target that reads the built-in problems, else None. If `max_seconds`
-        ended the answers: only `done` (False) and `step` (0).
+        The result of `loop.run`, and `target`, its `answers`, `model_config` (of the drafter) and
+        the `tokenizer` of a target that reads the built-in problems, else None. If `max_seconds`
+        passed before all answers were decoded: only `done` (False) and `step` (0).
 
     Raises:
-        FloatingPointError: If the loss is no number any more.
-        ValueError: If `out_dir` holds something else or a run of another config (`run_folder`), or
-            no draft can be made for this target, or its prompts cannot be read.
+        FloatingPointError: If the loss is not finite.
+        ValueError: If `out_dir` holds something else or a run of another config (`run_folder`),
+            the target does not support a drafter, or the prompts cannot be read.
     """
     folder = run_folder.check(out_dir, config)
     target = load(config.target)
@@ -153,7 +153,7 @@ def train(config: TrainConfig, out_dir: str | os.PathLike[str], **how: Any) -> d
     cfg = draft_config(config, target)
     prompts = _prompts(config, target, folder, how.get("num_workers", 2))
     run_folder.claim(out_dir, config)
-    # Without its name and files, so that models under training share its compiled programs.
+    # Remove name and files, so that drafters under training share the compiled programs.
     bare = target.replace(source="", tokenizer_source=None)
     began, limit = time.monotonic(), how.pop("max_seconds", None)
     with contextlib.closing(prompts):
@@ -225,14 +225,14 @@ def make_task(
 
 
 def draft_of(params: Any, cfg: dflash.DFlashConfig, target: Model) -> Model:
-    """Weights under training as a drafter in the target's type."""
+    """Weights under training as a drafter, in the type of the target."""
     return rounded(params, cfg, str(target.params["embed"].dtype), "dflash")
 
 
 def epochs(
     answers: dict[str, np.ndarray], batch_size: int, seed: int, first: int
 ) -> Generator[dict, None, None]:
-    """Batches from number `first` on; each epoch has every answer once, in its own order."""
+    """Batches from number `first` on; each epoch has every answer once, in a new order."""
     size = len(answers["length"])
     batch_size = min(batch_size, size)
     per_epoch = size // batch_size

@@ -1,11 +1,11 @@
 """Uniform diffusion of a small DiffusionGemma on the word problems: config, objective, run.
 
-A row's text is encoded once, in token order. One canvas behind its prompt, or behind an earlier
-canvas, is noised by random tokens and denoised on the encoder's keys and values, through which the
-gradient flows back. So the encoder is a causal model of the same text.
+The text of a row is encoded once, in token order. One canvas after its prompt or after an earlier
+canvas is noised by random tokens, and denoised with the encoder's keys and values. Gradients flow
+through these, and the encoder is also trained as a causal model of the text.
 
 Source: uniform corruption, the two unweighted losses and self-conditioning in half of the rows are
-google-deepmind/gemma's (`hackable_diffusion_adapter`).
+from google-deepmind/gemma (`hackable_diffusion_adapter`).
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from dllm_jax.training.tokenizer import EOS_ID
 # (keys, values) of each layer
 Cache = tuple[tuple[Array, Array], ...]
 
-# Two canvases hold an answer of `sums`, so that a canvas behind a canvas is trained too.
+# Two canvases hold an answer of `sums`, so that training covers a canvas after a canvas.
 TINY_GEMMA = gemma.GemmaConfig(
     vocab_size=768,
     hidden_size=128,
@@ -52,17 +52,17 @@ TINY_GEMMA = gemma.GemmaConfig(
     global_rotary_dim=32,
     logit_cap=30.0,
 )
-_GLOBAL = 3  # each so many layers the last is global
+_GLOBAL = 3  # the last of every 3 layers is global
 _LEAST_NOISE = 1e-4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoiseConfig:
-    """How canvases are noised; every choice is drawn for each row.
+    """The noise of canvases; every choice is drawn for each row.
 
     Attributes:
         conditioned_share: Share of rows that are conditioned on a first pass.
-        t_min, t_max: Temperatures between which that pass is read, as decoding reads it.
+        t_min, t_max: Range of temperatures of the readout of that pass, as in decoding.
     """
 
     conditioned_share: float = 0.5
@@ -75,7 +75,7 @@ class TrainConfig(loop.RunConfig):
     """A run of uniform diffusion; the defaults learn `sums` on a CPU within minutes.
 
     Attributes:
-        max_denoising_steps: Steps of a canvas that the exported model asks for.
+        max_denoising_steps: Steps of a canvas, written to the exported model.
     """
 
     kind: str = "diffusion_gemma"
@@ -96,10 +96,10 @@ class Canvas(struct.PyTreeNode):
     """One noised canvas of each row.
 
     Attributes:
-        start: Position of its first cell.
-        truth: Its text; behind the end, end-of-sequence tokens.
-        shown: Its noised text.
-        heat: Temperature at which the first pass is read.
+        start: Position of the first cell.
+        truth: The text, then end-of-sequence tokens.
+        shown: The noised text.
+        heat: Temperature of the readout of the first pass.
         conditioned: Rows whose second pass is conditioned on the first.
     """
 
@@ -128,10 +128,10 @@ def draw_canvas(
     prompt_len: Int[Array, " B"],
     length: Int[Array, " B"],
 ) -> Canvas:
-    """Any canvas of each row, with a share of its cells, itself uniform, replaced by random ids.
+    """Draw a canvas of each row and replace a uniformly drawn share of its cells by random ids.
 
     Args:
-        length: Tokens up to and with the first end-of-sequence token.
+        length: Tokens up to and including the first end-of-sequence token.
     """
     B, S = len(tokens), cfg.canvas_length
     which, share, where, ids, heat, conditioned = jax.random.split(key, 6)
@@ -153,7 +153,7 @@ def draw_canvas(
 def encode(
     params: Any, cfg: gemma.GemmaConfig, rows: Float[Array, "B T D"]
 ) -> tuple[Float[Array, "B T V"], Cache]:
-    """Logits of the next tokens, and keys and values of each layer."""
+    """Encode texts: logits of the next tokens, and keys and values of each layer."""
     B, T = rows.shape[:2]
     at, cache = jnp.arange(T), []
 
@@ -184,7 +184,7 @@ def denoise(
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         view = gemma.layer_view(cfg, layer)
-        first = start[:, None]  # every cell of a canvas sees what its first one sees
+        first = start[:, None]  # all cells of a canvas see the same text
         behind = _behind(first, at, at.shape[1] + S if view.window is None else view.window)
         behind = jnp.broadcast_to((behind & (at < first))[:, None], (B, S, at.shape[1]))
         k, v = (jnp.concatenate(pair, 1) for pair in zip(cache[layer], (k, v), strict=True))
@@ -206,7 +206,7 @@ def loss(
     canvas: Canvas,
     dtype: Any = jnp.float32,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Cross entropy of every cell of the canvases, plus that of the responses' next tokens."""
+    """Cross entropy of all cells of the canvases, plus that of the next tokens of responses."""
     table = params["embed"].astype(dtype)
     scale = jnp.asarray(gemma.head(params, cfg).embed_scale, dtype)
 
@@ -236,13 +236,13 @@ def loss(
 
 
 def train(config: TrainConfig, out_dir: str | os.PathLike[str], **how: Any) -> dict[str, Any]:
-    """Train, or continue the run in `out_dir`; `how` is `loop.run`'s keywords.
+    """Train, or continue the run in `out_dir`; `how` are keywords of `loop.run`.
 
     Returns:
-        What `loop.run` does, and the `tokenizer`.
+        The result of `loop.run`, and the `tokenizer`.
 
     Raises:
-        FloatingPointError: If the loss is no number any more.
+        FloatingPointError: If the loss is not finite.
         ValueError: If `out_dir` holds something else, or a run of another config (`run_folder`).
     """
     folder = run_folder.claim(out_dir, config)
@@ -283,12 +283,12 @@ def train(config: TrainConfig, out_dir: str | os.PathLike[str], **how: Any) -> d
 
 
 def _behind(row: Array, key: Array, window: int) -> Array:
-    """Keys at or before a position, and less than `window` before it."""
+    """Whether keys are at or before a position, by less than `window`."""
     return (key <= row) & (row - key < window)
 
 
 def _judged(logits: Array, truth: Array, where: Array) -> tuple[Array, Array]:
-    """Mean cross entropy, and share of right argmaxes, of some rows."""
+    """Mean cross entropy, and share of correct argmaxes, of the rows in `where`."""
     one_hot = jax.nn.one_hot(truth, logits.shape[-1], dtype=logits.dtype)
     cost = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(one_hot * logits, axis=-1)
     count = jnp.maximum(jnp.sum(where, dtype=jnp.float32), 1.0)

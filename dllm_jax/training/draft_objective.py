@@ -1,9 +1,9 @@
-"""The objective of DFlash drafters: many blocks of masks behind anchors of one text, in one pass.
+"""The objective of DFlash drafters: many blocks of masks after anchors of one text, in one pass.
 
-text -> the frozen target's residual streams -> keys and values of the context, once -> blocks
-`(token at the anchor, mask, ..., mask)`, each of which sees the context before its anchor and
-itself -> cross entropy of the masked cells, the first weighing most. A block's rows are exactly
-those of a pass of the drafter at that anchor.
+Data flow: text -> residual streams of the frozen target -> keys and values of the context, once ->
+blocks `(token at the anchor, mask, ..., mask)`, each of which sees itself and the context before
+its anchor -> cross entropy of the masked cells, with the largest weight on the first. The rows of a
+block equal those of a drafter's pass at that anchor.
 
 Source: DFlash (arXiv 2602.06036, §3); SpecForge (specforge/core/dflash.py) for the mask.
 """
@@ -29,13 +29,14 @@ def gamma_of(block_size: int) -> float:
 def draw_anchors(
     key: PRNGKeyArray, prompt_len: Int[Array, " B"], length: Int[Array, " B"], num_anchors: int
 ) -> tuple[Int[Array, "B N"], Bool[Array, "B N"]]:
-    """Anchors in the response that have a token behind them, one in each of N equal parts of it.
+    """Draw an anchor with a token after it in each of N equal parts of the response.
 
     Args:
-        length: Tokens of the text, its end included.
+        length: Tokens of the text, including its end.
 
     Returns:
-        Positions, and which count: in a response of fewer than N tokens parts share anchors.
+        Positions, and which of them count: parts of a response of fewer than N tokens share
+        anchors.
     """
     room = jnp.maximum(length - 1 - prompt_len, 0)[:, None].astype(jnp.float32)
     part = jnp.arange(num_anchors, dtype=jnp.float32)[None]
@@ -49,7 +50,7 @@ def draw_anchors(
 def features(
     target: Model, tokens: Int[Array, "B T"], target_layer_ids: tuple[int, ...]
 ) -> Float[Array, "B T F"]:
-    """Residual streams of the target behind its layers `target_layer_ids`, joined; no gradient."""
+    """Residual streams of the target after its layers `target_layer_ids`, joined; no gradient."""
     T = tokens.shape[1]
     visible = reference.visibility("causal", T, 1)[None]
     positions = jnp.broadcast_to(jnp.arange(T), tokens.shape)
@@ -67,7 +68,7 @@ def features(
 def visible(
     cfg: dflash.DFlashConfig, layer: int, anchors: Int[Array, "B N"], num_context: int
 ) -> Bool[Array, "B NS T+NS"]:
-    """The mask of a layer's block rows over (context, all blocks), as `dflash` drafts."""
+    """The mask of a layer for rows of blocks over (context, all blocks), as in drafting."""
     B, N = anchors.shape
     S, reach, causal = cfg.block_size, cfg.windows[layer], cfg.causal[layer]
     cell = jnp.arange(N * S)
@@ -92,10 +93,10 @@ def block_logits(
     tokens: Int[Array, "B T"],
     anchors: Int[Array, "B N"],
 ) -> Float[Array, "B N S V"]:
-    """Logits of every cell of every block; cell 0 is the anchor's, which nothing reads.
+    """Logits of every cell of every block; cell 0 is the anchor, whose logits are unused.
 
     Args:
-        params: The draft's own weights; embedding and head are the target's.
+        params: Weights of the drafter, with embedding and head of the target.
     """
     (B, T), (N, S) = tokens.shape, (anchors.shape[1], cfg.block_size)
     dtype = params["fc"].dtype
@@ -128,16 +129,16 @@ def loss(
     valid: Bool[Array, "B N"],
     gamma: float,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Cross entropy of cells 1 and on of blocks, weight `exp(-(j - 1) / gamma)` at cell j.
+    """Cross entropy of cells from 1 on, with weight `exp(-(j - 1) / gamma)` at cell j.
 
     Args:
-        cfg: With the target's `vocab_size` and `tie_embeddings`.
-        length: Tokens of each text; cells past its end weigh nothing.
+        cfg: Config with the `vocab_size` and `tie_embeddings` of the target.
+        length: Tokens of each text; cells past its end have no weight.
         valid: Blocks that count.
 
     Returns:
-        The loss and, for the log, the share of first cells that are right and the accepted length
-        on these texts: 1 and the cells right from the first on, the mean of all blocks.
+        The loss and, for the log, the share of correct first cells and the mean accepted length:
+        1 plus the number of correct cells before the first wrong one.
     """
     taps = features(target, tokens, cfg.target_layer_ids)
     logits = block_logits(params, cfg, target, taps, tokens, anchors)[:, :, 1:]
@@ -148,7 +149,7 @@ def loss(
     inside = jnp.minimum(at, tokens.shape[1] - 1).reshape(B, -1)
     truth = jnp.take_along_axis(tokens, inside, axis=1).reshape(at.shape)
     one_hot = jax.nn.one_hot(truth, logits.shape[-1], dtype=bool)
-    right = jnp.sum(jnp.where(one_hot, logits, 0.0), axis=-1)  # a gather's gradient is a scatter
+    right = jnp.sum(jnp.where(one_hot, logits, 0.0), axis=-1)  # the gradient of a gather is slow
     decay = jnp.exp((1 - cell.astype(jnp.float32)) / gamma)[None, None]
     weight = counts.astype(jnp.float32) * decay
     cost = (jax.nn.logsumexp(logits, axis=-1) - right) * weight

@@ -31,14 +31,14 @@ _IDS = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
 
 
 def as_model(params: Any, cfg: DenseConfig, family: str = "qwen3") -> Model:
-    """Weights under training as a model that decodes, without a tokenizer."""
+    """Weights under training as a model for decoding, without a tokenizer."""
     ids = {} if family == "dflash" else _IDS
     parsed = parse_config({**config_json(family, cfg), **ids})
     return Model(params=params, config=cfg, arch=arch_of(cfg), defaults=parsed.defaults)
 
 
 def rounded(params: Any, cfg: DenseConfig, dtype: str, family: str = "qwen3") -> Model:
-    """`as_model` of weights in `dtype`, on one device: one program for all of them."""
+    """`as_model` with weights cast to `dtype` by one program, on one device."""
     placed = jax.device_put(params, jax.devices()[0])
     return as_model(jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), placed), cfg, family)
 
@@ -73,10 +73,10 @@ def save_canvas(
     folder: pathlib.Path,
     numbers: dict[str, float],
 ) -> None:
-    """Write a DiffusionGemma as it is released: weights (bf16), configuration, tokenizer.
+    """Write a DiffusionGemma in the released layout: weights (bf16), configuration, tokenizer.
 
     Args:
-        numbers: Of denoising, by their names in `generation_config.json`.
+        numbers: Denoising settings, by their names in `generation_config.json`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     checkpoints.export_hf(params, cfg, folder, family="diffusion_gemma", extra_config=_IDS)

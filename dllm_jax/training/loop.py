@@ -1,8 +1,8 @@
 """The training loop: batches in, checkpoints and log out; a run stops and resumes at any step.
 
-Data flow: stream -> loss and update in one jitted step, rows sharded over all devices -> sometimes
-an evaluation -> Orbax checkpoints. The learning rate follows the share of the run that is done, in
-steps or in seconds of a budget. A `Task` is what the run learns.
+Data flow: stream -> loss and update in one jitted step, with rows sharded over all devices -> at
+intervals an evaluation -> Orbax checkpoints. The learning rate follows the completed share of the
+run, in steps or in seconds of a budget. A `Task` defines what the run learns.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from jaxtyping import Array
 from dllm_jax.training import optimizer, run_log
 from dllm_jax.training.run_state import TrainState, restore, save
 
-_FIRST_STEPS = 50  # over which the rate rises at least where it follows the clock
+_FIRST_STEPS = 50  # least warm-up steps if the rate follows the clock
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,14 +30,14 @@ class RunConfig:
     """The settings of every training run; equal config and devices give the same model.
 
     Attributes:
-        kind: What is trained: a name of `dllm_jax.training.command.KINDS`.
-        num_steps: Length of the run, when no budget of seconds is given.
-        budget_seconds: Length of the run in seconds of this loop, compilation and resumed parts
-            included; the learning rate then follows the clock and the run is not repeatable.
+        kind: Kind of training: a name of `dllm_jax.training.command.KINDS`.
+        num_steps: Length of the run in steps, without a budget of seconds.
+        budget_seconds: Length of the run in seconds of this loop, including compilation and earlier
+            calls; the learning rate then follows the clock and the run is not repeatable.
         muon_lr: Peak learning rate of the matrices of the layers.
         adam_lr: Peak learning rate of everything else.
         warmup: Share of the run with a rising learning rate.
-        flat_until: Share of the run after which it falls, linearly to 0.
+        flat_until: Share of the run after which the rate falls linearly to 0.
         log_every: Steps between lines of the log.
         checkpoint_seconds: Seconds between checkpoints.
         eval_problems: Held-out problems per half and evaluation.
@@ -68,9 +68,9 @@ class Task:
         init: `key -> params`, float32.
         loss: `(params, frozen, batch, key) -> (value, metrics)`; pure.
         batches: `(first, num_workers) -> batches`, from batch number `first` on; rows lead.
-        score: `(params, sharding of rows) -> results`, one dictionary a line of the log.
-        frozen: Arrays that `loss` reads and nothing changes, such as a target's weights.
-        start: The parameters to begin with, in place of `init`'s.
+        score: `(params, sharding of rows) -> results`, one dictionary for each line of the log.
+        frozen: Constant arrays for `loss`, such as the weights of a target.
+        start: The parameters to begin with, in place of the result of `init`.
     """
 
     init: Callable[[Array], Any]
@@ -82,7 +82,7 @@ class Task:
 
 
 def learning_rate_factor(config: RunConfig, progress: float) -> float:
-    """Share of the peak learning rate when a share `progress` of the run is done."""
+    """Fraction of the peak learning rate after the share `progress` of the run."""
     rising = min(1.0, progress / config.warmup) if config.warmup else 1.0
     falling = (1.0 - progress) / (1.0 - config.flat_until)
     return max(0.0, min(rising, falling, 1.0))
@@ -125,17 +125,17 @@ def run(
     checkpoint of the last whole step.
 
     Args:
-        out_dir: A folder that `run_folder.claim` gave to this run.
-        max_seconds: Stop cleanly, with a checkpoint, after this long in this call.
+        out_dir: A folder that `run_folder.claim` returned for this run.
+        max_seconds: Stop with a checkpoint after this time in this call.
         num_workers: Processes that make data; 0 makes it in this process.
-        held: Delays signals: inside its context none is raised, at its end one that came is.
+        held: A context that delays signals until its end.
 
     Returns:
         `params` (float32, on the host), `step`, `seconds`, `done` (the run is complete) and the
         last `metrics`.
 
     Raises:
-        FloatingPointError: If the loss is no number any more.
+        FloatingPointError: If the loss is not finite.
         OSError: A checkpoint cannot be written.
     """
     clock = run_log.Clock(config.num_steps, config.budget_seconds)
@@ -166,7 +166,7 @@ def run(
                     if config.budget_seconds is not None:  # compiling may have taken the warm-up
                         factor = min(factor, (clock.step + 1) / _FIRST_STEPS)
                     factor = np.float32(factor)
-                    with held():  # a step donates the state before it
+                    with held():  # a step donates the previous state
                         state, metrics = run_step(state, frozen, batch, factor)
                         clock.step += 1
                         log.add(metrics, float(factor), clock.step % config.log_every == 0)
@@ -177,7 +177,7 @@ def run(
                         part = math.floor(clock.progress() * config.evals)
                         log.write_scores(task.score(state.params, rows))
         except KeyboardInterrupt:
-            # Without `held` it may have come inside a step.
+            # Without `held` the signal may have interrupted a step.
             if not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
                 with held():
                     _save_last(saver, state, clock)

@@ -1,9 +1,9 @@
-"""The training objective: noisy blocks beside their clean text, in one pass of the model.
+"""The training objective: noisy blocks and their clean text in one pass of the model.
 
-tokens -> noise (what is masked, which blocks go together) -> rows [noisy ; clean] -> loss on the
-masked tokens. Block `b` of a row sees the clean text before its noise group and the noisy blocks
-of the group up to itself, exactly what a decoder with that many open blocks sees. Group size 1 is
-block diffusion (Arriola et al. 2025, arXiv 2503.09573, §3; SDAR, arXiv 2510.06303), larger groups
+Data flow: tokens -> noise (masked positions and groups of blocks) -> rows [noisy ; clean] -> loss
+on the masked tokens. Block `b` of a row sees the clean text before its noise group and the noisy
+blocks of the group up to itself, exactly as a decoder with that many open blocks. Group size 1 is
+block diffusion (Arriola et al. 2025, arXiv 2503.09573, §3; SDAR, arXiv 2510.06303); larger groups
 are multi-block teacher forcing.
 """
 
@@ -17,25 +17,25 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from dllm_jax.models import dense, reference
 
-_CLOSING_BLOCK = 32  # tokens past the block of this size that holds the end count little
+_CLOSING_BLOCK = 32  # tokens past the block of this size with the end have little weight
 _CLOSING_WEIGHT = 0.05
 _RATIO_FLOOR = 0.1  # loss weight of a block is 1 / (masked share + floor), the ELBO's 1/t bounded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoiseConfig:
-    """How rows are noised; every choice is drawn per row.
+    """The noise of rows; every choice is drawn per row.
 
     Attributes:
-        block_sizes: Sizes one model is to serve, each a multiple of the first.
-        block_shares: Their shares.
+        block_sizes: Block sizes that the model learns, each a multiple of the first.
+        block_shares: Share of each block size.
         group_shares: Shares of noise groups of 1, 2, ... blocks.
         chained_share: Share of rows whose blocks get noisier along a group, as in a window that
-            decodes several blocks at once; elsewhere ratios are independent.
-        rule_shares: Shares of the rules that pick tokens: uniform; digits and words by separate
-            ratios; digits right of a cut hidden, left of it shown (what a decoder that is sure of
-            the wording meets).
-        full_share: Share of blocks with everything masked.
+            decodes several blocks at once; in other rows ratios are independent.
+        rule_shares: Shares of the rules that choose masked tokens: uniform; digits and words with
+            separate ratios; digits hidden after a cut and shown before it, which is the input of a
+            decoder that is sure of the wording.
+        full_share: Share of blocks that are masked entirely.
     """
 
     block_sizes: tuple[int, ...] = (4, 8, 16, 32)
@@ -53,7 +53,7 @@ class Noise(struct.PyTreeNode):
         block: Block number of each position.
         first: First block of the noise group of each position.
         masked: Positions whose token is replaced by the mask.
-        weight: Loss weight, 0 where not masked.
+        weight: Loss weight, 0 at positions that are not masked.
     """
 
     block: Int[Array, "B T"]
@@ -73,7 +73,7 @@ def draw_noise(
     """Draw block size, grouping, ratios and masks of every row.
 
     Args:
-        length: Tokens up to and with the first end-of-sequence token.
+        length: Tokens up to and including the first end-of-sequence token.
         is_digit: Which vocabulary entries are digits.
     """
     B, T = tokens.shape
@@ -130,7 +130,7 @@ def draw_noise(
 
 
 def visible(noise: Noise) -> tuple[Bool[Array, "B T U"], Bool[Array, "B T T"]]:
-    """What noisy rows see of [noisy ; clean] (U = 2T), and what clean rows see of clean."""
+    """The masks of noisy rows over [noisy ; clean] (U = 2T), and of clean rows over clean."""
     q, k = noise.block[:, :, None], noise.block[:, None, :]
     first = noise.first[:, :, None]
     noisy_to_noisy = (first <= k) & (k <= q)
@@ -144,7 +144,7 @@ def noisy_logits(
     noise: Noise,
     dtype: Any = jnp.bfloat16,
 ) -> Float[Array, "B T V"]:
-    """Logits of the noisy rows; the mask token's own is removed, as decoders do."""
+    """Logits of the noisy rows without the mask token, as in decoding."""
     B, T = tokens.shape
     to_both, to_clean = visible(noise)
     ids = jnp.concatenate([jnp.where(noise.masked, cfg.mask_token_id, tokens), tokens], axis=1)

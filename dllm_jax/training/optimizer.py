@@ -1,9 +1,9 @@
 """Muon for the matrices of the layers, Adam for everything else, as one optax transformation.
 
 Muon replaces a matrix's momentum by its nearest semi-orthogonal matrix (Jordan et al. 2024,
-https://kellerjordan.github.io/posts/muon/). The fused weights are taken apart first: query, key,
-value, gate, up and those of each expert are matrices of their own. The training step multiplies by
-the learning rate, so that a schedule may follow the clock.
+https://kellerjordan.github.io/posts/muon/). Fused weights are split first: query, key, value, gate,
+up and those of each expert are separate matrices. The training step multiplies by the learning
+rate, so that a schedule may follow the clock.
 """
 
 from typing import Any
@@ -20,11 +20,11 @@ _STEPS = 5
 def make_optimizer(
     muon_lr: float, adam_lr: float, decay: float = 0.01
 ) -> optax.GradientTransformation:
-    """Updates at full learning rate: decoupled decay on the matrices only.
+    """Updates at full learning rate, with decoupled decay on the matrices only.
 
     Args:
-        muon_lr: For layer matrices, times `sqrt(max(1, outputs / inputs))`.
-        adam_lr: For embeddings, head and norms; betas .9 and .98.
+        muon_lr: Rate of layer matrices, times `sqrt(max(1, outputs / inputs))`.
+        adam_lr: Rate of embeddings, head and norms; betas .9 and .98.
     """
     muon = optax.chain(
         optax.trace(decay=0.95, nesterov=True),
@@ -45,11 +45,11 @@ def _labels(params: Any) -> Any:
 
 
 def orthogonalize(updates: Any) -> Any:
-    """Every weight of the layers made semi-orthogonal, same-shape matrices in one batch."""
+    """Make every weight of the layers semi-orthogonal, with equal shapes in one batch."""
     is_masked = lambda leaf: isinstance(leaf, optax.MaskedNode)  # noqa: E731
     leaves, tree = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_masked)
     groups: dict[tuple[int, ...], list[Array]] = {}
-    places = []  # per leaf: name, then (shape, position in its group) of each of its matrices
+    places = []  # per leaf: its name, then (shape, index in its group) of each of its matrices
     for path, leaf in leaves:
         parts = [] if is_masked(leaf) else _split(path[-1].key, leaf)
         where = []

@@ -1,4 +1,4 @@
-"""The curves of a run as a PNG, from its log."""
+"""Draws the curves of a run as a PNG, from its log."""
 
 import json
 import pathlib

@@ -1,8 +1,8 @@
-"""The training data of a drafter: prompts and the target's answers to them, kept in a file.
+"""The training data of a drafter: prompts and the target's answers, stored in a file.
 
-Data flow: prompts -> the target decodes them as it is served -> rows of `prompt answer`. A share is
-greedy, the rest drawn at temperature 1. Parts are stored as they are made, and the next call
-continues behind the last one.
+Data flow: prompts -> the target answers them as in serving -> rows of `prompt answer`. A share is
+greedy, the rest is drawn at temperature 1. Each part is stored when it is complete, and the next
+call continues after the last part.
 """
 
 import contextlib
@@ -45,15 +45,15 @@ def regenerate(
     """The target's answers, stored under `folder`; stored ones are not decoded again.
 
     Args:
-        prompts: Batches of `batch_size` prompts, from the first not yet stored on.
+        prompts: Batches of `batch_size` prompts, starting with the first that is not stored.
         row_len: Texts are cut to this many tokens.
-        greedy_share: Share of the rows of a batch that are greedy, the first ones.
+        greedy_share: Share of greedy rows of a batch, which come first.
         response_seconds: Stop after this time with the answers so far.
         max_seconds: Stop after this time; the next call continues with the next batch.
 
     Returns:
-        `tokens` [N row_len] i32 (0 past the end), `prompt_len` and `length` i32, the end of
-        sequence counted. None if `max_seconds` passed before all answers were decoded.
+        `tokens` [N row_len] i32 (0 past the end), `prompt_len` and `length` i32, including the end
+        of sequence. None if `max_seconds` passed before all answers were decoded.
 
     Raises:
         ValueError: No prompt leaves room for an answer.
@@ -96,7 +96,7 @@ def regenerate(
     parts = sorted(folder.glob("responses-*.npz"))
     loaded = [dict(np.load(part)) for part in parts]
     rows = {name: np.concatenate([part[name] for part in loaded]) for name in loaded[0]}
-    some = rows["length"] - rows["prompt_len"] >= 2  # an anchor, and a token behind it
+    some = rows["length"] - rows["prompt_len"] >= 2  # an anchor and a token after it
     if not some.any():
         raise ValueError(
             f"no answer of {len(some)} has two tokens within {row_len=}; use longer rows, or "
@@ -113,11 +113,11 @@ def regenerate(
 def decode(
     target: Model, prompts: Any, prompt_len: Any, temperature: Any, key: Any, *, max_tokens: int
 ) -> generate.GenerateOutput:
-    """`generate` as one program for many batches of one shape; prompts are not checked.
+    """`generate` as one program for many batches of one shape, without checks of the prompts.
 
     Args:
         prompts: Ids [B T], right-padded.
-        temperature: Of each row.
+        temperature: Temperature of each row.
     """
     return generate.generate(
         target,
@@ -142,7 +142,7 @@ def pad(prompts: Sequence[Sequence[int]], num_rows: int) -> tuple[np.ndarray, np
 
 
 def _store(path: pathlib.Path, rows: dict[str, np.ndarray]) -> None:
-    """Write rows, whole or not at all."""
+    """Write rows atomically."""
     partial = path.with_name(f".{path.stem}.partial.npz")
     np.savez(partial, tokens=rows["tokens"], prompt_len=rows["prompt_len"], length=rows["length"])
     partial.rename(path)
@@ -157,7 +157,7 @@ def _rows(
     stop: int,
     row_len: int,
 ) -> dict[str, np.ndarray]:
-    """Prompt, answer and, where it ended by itself, the end of sequence, cut to `row_len`."""
+    """Prompt and answer, with the end of sequence if the model produced it, cut to `row_len`."""
     tokens = np.zeros((len(padded), row_len), np.int32)
     total = np.zeros(len(padded), np.int32)
     for i, (given, count, made) in enumerate(zip(lengths, output_len, output, strict=True)):
@@ -206,7 +206,7 @@ def read_prompts(target: Model, path: str | pathlib.Path, most: int) -> list[lis
         most: Tokens of the longest prompt that is used.
 
     Raises:
-        ValueError: It cannot be read, holds no prompt, or a line of JSON has no "prompt".
+        ValueError: The file cannot be read or has no prompt, or a JSON line has no "prompt".
     """
     name, texts = str(path), []
     for number, line in enumerate(_text(name).split("\n"), 1):
@@ -244,7 +244,7 @@ def in_turn(
 
 
 def _text(name: str) -> str:
-    """What a file of prompts holds."""
+    """The content of a file of prompts."""
     try:
         return pathlib.Path(name).read_text(encoding="utf-8-sig")
     except OSError as error:

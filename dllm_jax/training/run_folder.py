@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from typing import Any
 
 CONFIG = "config.json"
-# Fields that do not change what a run learns.
+# Fields that do not affect the trained weights.
 _FREE = {"log_every", "checkpoint_seconds", "evals", "eval_problems", "head_temperature"}
 _FREE |= {"response_seconds"}  # stored answers do not depend on it
-# A run may be made longer; the learning rate then continues from the smaller share done.
+# A run may be extended; the learning rate then continues from the smaller completed share.
 _LENGTHS = {"num_steps", "budget_seconds"}
 
 
 def claim(folder: str | os.PathLike[str], config: Any) -> pathlib.Path:
-    """Make the folder of a run, or check that it is this run's, and write `config.json`.
+    """Create the folder of a run, or check that it belongs to this run, and write `config.json`.
 
     Args:
         config: Dataclass of the run, such as `dllm_jax.training.sdar.TrainConfig`.
@@ -39,7 +39,7 @@ def claim(folder: str | os.PathLike[str], config: Any) -> pathlib.Path:
 
 
 def check(folder: str | os.PathLike[str], config: Any) -> pathlib.Path:
-    """The resolved folder, refused as in `claim`; writes nothing.
+    """Check a folder as `claim` does, without writing; returns it resolved.
 
     Raises:
         ValueError: If it holds something else, or a run of another config.
@@ -67,7 +67,7 @@ def _text(config: Any) -> str:
 
 @contextlib.contextmanager
 def _one_line(shown: str, path: pathlib.Path) -> Iterator[None]:
-    """Errors of the file system as one line."""
+    """Turn errors of the file system into one-line errors."""
     try:
         yield
     except OSError as error:
@@ -102,7 +102,7 @@ def _stored(path: pathlib.Path) -> dict[str, Any] | None:
 
 
 def _differences(stored: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """Fields that differ and must not, each with both values."""
+    """Fields that must not differ but do, with both values."""
     before, after = _flat(stored), _flat(wanted)
     found = []
     for name in sorted(before.keys() | after.keys()):

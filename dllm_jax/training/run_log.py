@@ -19,11 +19,11 @@ class Clock:
         self.step, self.seconds_before = 0, 0.0
 
     def seconds(self) -> float:
-        """Seconds of the run, earlier calls included."""
+        """Seconds of the run, including earlier calls."""
         return self.seconds_before + time.monotonic() - self._started
 
     def progress(self) -> float:
-        """Share of the run that is done, by its budget of seconds or else by its steps."""
+        """Completed share of the run, by its budget of seconds or else by its steps."""
         if self._budget_seconds is not None:
             return min(1.0, self.seconds() / self._budget_seconds)
         return min(1.0, self.step / self._num_steps)
@@ -34,7 +34,7 @@ class Clock:
 
 
 def figures(of: dict) -> str:
-    """Names and values on one line, in columns; those with parts of their own are left out."""
+    """Names and values on one line, in columns, without nested ones."""
     shown = {name: value for name, value in of.items() if not isinstance(value, dict | list)}
     return "  ".join(
         f"{name.replace('_', ' ')} {value:<9.4g}"
@@ -45,7 +45,7 @@ def figures(of: dict) -> str:
 
 
 class Log:
-    """Lines of `metrics.jsonl` and of the terminal."""
+    """Writes lines to `metrics.jsonl` and to the terminal."""
 
     def __init__(self, file: TextIO, say: Callable[[str], None], clock: Clock):
         self._file, self._say, self._clock = file, say, clock

@@ -14,7 +14,7 @@ from dllm_jax.convert.converted import quiet
 
 
 class TrainState(struct.PyTreeNode):
-    """Everything on the device that a checkpoint holds."""
+    """The arrays on the device that a checkpoint stores."""
 
     params: Any
     optimizer: Any
@@ -22,10 +22,10 @@ class TrainState(struct.PyTreeNode):
 
 
 def save(saver: ocp.CheckpointManager, state: TrainState, seconds: float) -> None:
-    """Write a checkpoint and wait for it; `seconds` is how long the run has lasted.
+    """Write a checkpoint and wait for it; `seconds` is the duration of the run so far.
 
     Raises:
-        OSError: It cannot be written, as on a full disk.
+        OSError: The checkpoint cannot be written, for example on a full disk.
     """
     # Optimiser states hold empty nodes that a stored tree cannot name, so leaves are numbered.
     leaves = {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(state.optimizer))}
@@ -35,7 +35,7 @@ def save(saver: ocp.CheckpointManager, state: TrainState, seconds: float) -> Non
         with quiet():
             saver.save(step, args=ocp.args.StandardSave(tree))
             saver.wait_until_finished()
-    except Exception as error:  # a page of Orbax, of several types
+    except Exception as error:  # Orbax raises several types, with long messages
         full = "No space left on device" in str(error)
         reason = "the disk is full" if full else f"{error!s:.200}".splitlines()[0]
         raise OSError(
@@ -47,10 +47,10 @@ def save(saver: ocp.CheckpointManager, state: TrainState, seconds: float) -> Non
 def restore(
     saver: ocp.CheckpointManager, like: TrainState, sharding: NamedSharding
 ) -> tuple[TrainState, float]:
-    """The newest checkpoint in the form of `like`, and the seconds the run had lasted.
+    """The newest checkpoint in the form of `like`, and the duration of the run in seconds.
 
     Raises:
-        ValueError: It holds weights of other shapes.
+        ValueError: The checkpoint has weights of other shapes.
     """
     step_id = saver.latest_step()
     leaves, tree = jax.tree.flatten(like.optimizer)

@@ -1,6 +1,6 @@
 """Scores of a model under training on held-out problems: for the log, the results and the card.
 
-`tasks.evaluate` decodes, so a score means what `dllm-jax eval` would report.
+`tasks.evaluate` decodes, so scores agree with those of `dllm-jax eval`.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def score_blocks(
 
     Args:
         threshold: Accept threshold; 1.0 decodes one token a forward.
-        family: Of problems, the only one; None: all of the half.
+        family: The only family of problems; None: all families of the half.
 
     Returns:
         Means over problems, with the 95 % half-widths of the first two.
@@ -118,15 +118,15 @@ def score_canvases(
     temperature: float = 0.0,
     family: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Solve held-out problems of one half by canvases, at each of some confidence thresholds.
+    """Solve held-out problems of one half by canvases, at several confidence thresholds.
 
     Args:
-        steps: The schedule's.
+        steps: Steps of the schedule.
         thresholds: Mean entropies in nats; at 0 each canvas takes all `steps`.
 
     Returns:
-        For each threshold the share solved, visible tokens a forward (a store of a canvas is one),
-        and denoising steps a canvas.
+        For each threshold the share solved, visible tokens a forward (the store of a canvas counts
+        as a forward), and denoising steps a canvas.
     """
     some = evaluate.held_out(half, num_problems, SEED, family)
     size = model.defaults.block_size
@@ -184,5 +184,5 @@ def _solve(
 
 
 def _half_width(values: Sequence[float] | np.ndarray) -> float:
-    """Of the 95 % interval of a mean."""
+    """Half the width of the 95 % interval of a mean."""
     return float(1.96 * np.std(values) / len(values) ** 0.5)

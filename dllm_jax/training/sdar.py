@@ -32,8 +32,8 @@ class TrainConfig(loop.RunConfig):
     """A run of block diffusion.
 
     Attributes:
-        head_temperature: What the head is divided by once the run is done. Cross entropy makes
-            each token's probability right on its own, but a block's tokens are accepted together:
+        head_temperature: Divisor of the head after the run. Cross entropy calibrates the
+            probability of each token separately, but a block's tokens are accepted together, and
             several at 0.95 are often inconsistent. With softer probabilities an accept threshold
             of 0.9 accepts what 0.99 and more accepted before; greedy choices do not change.
     """
@@ -46,13 +46,13 @@ class TrainConfig(loop.RunConfig):
 
 
 def train(config: TrainConfig, out_dir: str | os.PathLike[str], **how: Any) -> dict[str, Any]:
-    """Train, or continue the run in `out_dir`; `how` is `loop.run`'s keywords.
+    """Train, or continue the run in `out_dir`; `how` are keywords of `loop.run`.
 
     Returns:
-        What `loop.run` does, and the `tokenizer`.
+        The result of `loop.run`, and the `tokenizer`.
 
     Raises:
-        FloatingPointError: If the loss is no number any more.
+        FloatingPointError: If the loss is not finite.
         ValueError: If `out_dir` holds something else, or a run whose config differs in more than
             its length, its evaluations, log and checkpoints, and the head's temperature.
     """

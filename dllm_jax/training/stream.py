@@ -1,7 +1,7 @@
 """Endless batches of tokenised problems, made by worker processes, resumable at any batch.
 
-problem -> conversation -> ids -> batches of one of two lengths. Chunk `c` of the stream (a few
-batches) is a pure function of (config, c), whatever the number of workers, so resuming at batch
+Data flow: problem -> conversation -> ids -> batches of one of two lengths. Chunk `c` of the stream
+(a few batches) is a pure function of (config, c) for any number of workers, so resuming at batch
 `n` continues the same data. Noise is drawn on the device; this module imports no JAX.
 """
 
@@ -28,15 +28,15 @@ _TOKENIZER_SEED = 9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamConfig:
-    """What is in the batches.
+    """The contents of the batches.
 
     Attributes:
         batch_size: Rows of every batch.
         lengths: Row lengths, short and long; a batch holds rows of one length.
-        room: End-of-sequence tokens a row of the short length has at least, so that blocks
-            opened ahead of the end are trained too.
+        room: Least end-of-sequence tokens in a row of the short length, so that training covers
+            blocks that are opened past the end.
         hard_share: Share of problems of the hard half.
-        example_share: Share of samples with a solved problem before the question, where it fits.
+        example_share: Share of samples with a solved problem before the question, if it fits.
         family: The only family of problems; None: all of them, in the shares above.
     """
 
@@ -64,7 +64,7 @@ def tokenizer_for(vocab_size: int) -> tuple[tokenizers.Tokenizer, np.ndarray]:
     """The tokenizer of a model of exactly `vocab_size` tokens, and which of them are digits.
 
     Raises:
-        ValueError: The generator's text does not fill so large a vocabulary.
+        ValueError: The generator's text cannot fill a vocabulary of this size.
     """
     tokenizer = make_tokenizer(vocab_size)
     if tokenizer.get_vocab_size() != vocab_size:

@@ -32,9 +32,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 768) -> tokenizers.T
     """Byte-level BPE over `texts`.
 
     Args:
-        vocab_size: Entries at most. Merges stop by themselves at 817, where every common word is
-            one token; 768, a round number for the accelerator, splits the rarest, for 0.5 % more
-            tokens.
+        vocab_size: Most entries. Merging ends at 817, when every common word is one token; 768, a
+            round number for the accelerator, splits the rarest words, for 0.5 % more tokens.
     """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -56,7 +55,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 768) -> tokenizers.T
 
 
 def save_tokenizer(tokenizer: tokenizers.Tokenizer, folder: pathlib.Path, max_len: int) -> None:
-    """Write the three files from which `transformers.AutoTokenizer` loads it, no code needed."""
+    """Write the three files from which `transformers.AutoTokenizer` loads it without code."""
     roles = {"pad_token": PAD, "mask_token": MASK, "eos_token": EOS}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
