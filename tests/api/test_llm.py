@@ -718,7 +718,8 @@ SIGNATURES = {
         "attention_implementation draft seed"
     ),
     "generate": "prompts params use_tqdm",
-    "chat": "messages params use_tqdm sampling_params template_kwargs",
+    "chat": "messages params use_tqdm sampling_params tools tool_choice parallel_tool_calls "
+    "tool_format template_kwargs",
     "stream": "prompt params events",
     "infill": "prefix suffix params",
 }
