@@ -185,6 +185,7 @@ PATHS = (
     ["bench", "step", "--output={}/below/x"],
     ["replay", "{}"],
     ["replay", "{}", "--model={}"],
+    ["serve", "--config={}"],
     ["inspect", "{}"],
     ["inspect", "{}", "--lora={}"],
     ["convert", "{}", "dst"],
