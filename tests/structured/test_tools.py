@@ -7,14 +7,17 @@ over every strategy; `json` and `jsonschema` judge the calls.
 import dataclasses
 import json
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 
 import dllm_jax as dj
 from dllm_jax import structured
-from dllm_jax.api.calls import message_of
+from dllm_jax.api.calls import Walk, message_of, next_stage
+from dllm_jax.engine.requests import CompletionOutput, Request
 from dllm_jax.structured import tools as grammar
 from dllm_jax.structured.limits import Budget
 from dllm_jax.structured.offers import BadTool, offered
@@ -278,3 +281,63 @@ def test_prose_under_auto_is_the_text_without_tools(llm):
     output = chat(llm, "auto", random_tools(random.Random(0)), max_tokens=120)
     assert output.token_ids == plain.outputs[0].token_ids
     assert output.message == {"role": "assistant", "content": plain.outputs[0].text}
+
+
+NUMBER = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["n"],
+}
+
+
+@pytest.mark.long
+def test_tools_that_do_not_fit_are_held_call_by_call(llm, monkeypatch):
+    tools = [tool("a", parameters=NUMBER)]
+    monkeypatch.setattr(grammar, "MOST_WHOLE", 0)
+    how = {"tool_choice": "required", "parallel_tool_calls": False, "tool_format": "hermes"}
+    params = dj.SamplingParams(max_tokens=90)
+    (output,) = llm.chat(ASK, params, tools=tools, use_tqdm=False, **how)
+    text = output.outputs[0]
+    assert text.finish_reason == "stop"
+    assert check_calls(text, tools) == text.text.count(OPEN) == 1
+
+
+ONES = SimpleNamespace(  # two ones or more, then a two
+    start=1,
+    distance=[99, 3, 2, 1, 0],
+    class_of=[0, 1, 2],
+    delta=np.array([[0, 0, 0], [0, 2, 0], [0, 3, 0], [0, 3, 4], [0, 0, 0]]),
+)
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(3, 0), (4, 3), (9, 5)])
+def test_what_a_limit_forces_is_not_the_models(limit, kept):
+    walk = Walk(ONES, turn_of(), limit)
+    tokens = [1, 1, 1, 1, 2]
+    assert len(walk.take(tokens[:2])) + len(walk.take(tokens[2:])) == kept
+    assert walk.is_cut is (kept < len(tokens))
+    assert walk.reason("stop") == ("length" if walk.is_cut else "stop")
+
+
+def test_a_text_goes_on_where_the_arguments_of_a_call_begin():
+    tools = Tools(TOOLS, "required", stage="names")
+    params = dj.SamplingParams(max_tokens=90, constraint=tools)
+    request = Request(prompt_token_ids=[7], params=params)
+    head = f'{OPEN}\n{{"name": "read_file", "arguments": '.encode()
+    walk = Walk(None, turn_of(), 90)
+    assert walk.turn.feed(walk.take(head[:-3])) == []
+    text = CompletionOutput(0, "", [*head], "stop")
+    assert next_stage(request, text, walk) is None
+    walk.turn.feed(walk.take(head[-3:]))
+    following = next_stage(request, text, walk)
+    assert following is not None
+    assert following.prompt_token_ids == [7, *head]
+    assert following.params.max_tokens == 90 - len(head)
+    assert following.params.constraint.stage == 1
+    assert next_stage(request, dataclasses.replace(text, finish_reason="length"), walk) is None
+    automaton = byte_automaton(following.params.constraint.tree(Budget()), Budget())
+    assert accepts(automaton, b'{"a": 5}}\n</tool_call>')
+    assert accepts(
+        automaton, f'{{"a": 5}}}}\n{CLOSE}\n{OPEN}\n{{"name": "now", "arguments": '.encode()
+    )
+    assert not accepts(automaton, b'{"city": "x"}}\n</tool_call>')

@@ -28,7 +28,7 @@ const newLane = (name, body) => ({
 function hear(lane, event) {
   const last = lane.steps.at(-1);
   for (const choice of event.choices || []) {
-    const piece = choice.delta ? choice.delta.content : choice.text;
+    const piece = choice.delta ? choice.delta.content || choice.delta.reasoning_content : choice.text;
     if (piece) {
       lane.text += piece;
       if (last.isKnown) lane.steps.push({ nfe: last.nfe + 1, isKnown: false, at: last.at, size: last.size, chars: 0, set: [], clear: [] });
