@@ -547,3 +547,28 @@ def test_logits_agree_with_the_reference_for_any_config(tmp_path_factory, case, 
         # A nearer tie than float32 can tell is nobody's mistake.
         assume(np.all(best[:, chosen - 1, None] - best[:, chosen : chosen + 1] > 1e-6))
     agree(dj.load(folder, dtype="float32"), folder, ids, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a2d_qwen2", "a2d_llama", "llada_moe", "open_dcoder"])
+def test_48_4_appended_texts_are_those_of_the_authors_loop(folder_of, model_of, name):
+    """A block of masks after the text, the surest token first, by the NumPy reference."""
+    model, text, new, size = model_of(name), list(some_ids(5, vocab=40)), 12, 4
+    prompt, mask = len(text), model.config.mask_token_id
+    while len(text) < prompt + new:
+        begin = len(text)
+        text += [mask] * size
+        while holes := [i for i in range(begin, len(text)) if text[i] == mask]:
+            logits = reference_logits(folder_of(name), text, visibility("full", len(text)))
+            if model.config.shift:
+                logits = np.concatenate([logits[:1], logits[:-1]])
+            logits[:, np.asarray(model.forbidden(np.arange(logits.shape[1])))] = -np.inf
+            law = np.exp(logits - logits.max(axis=1, keepdims=True))
+            sure = (law / law.sum(axis=1, keepdims=True)).max(axis=1)
+            best = max(holes, key=lambda i: sure[i])
+            text[best] = int(law[best].argmax())
+    how = {"block_length": size, "append": True, "block_size": 4, "buffer_size": 5}
+    strategy = dj.strategies.FullSequence(**how)
+    out = dj.generate(model, [text[:prompt]], strategy, max_tokens=new, ignore_eos=True)
+    assert out.tokens[0].tolist()[:new] == text[prompt:]
+    assert int(out.nfe[0]) == new
