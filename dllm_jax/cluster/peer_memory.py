@@ -12,7 +12,7 @@ from dllm_jax.kernels import hopper
 from dllm_jax.kernels.layer import mosaic_reduce
 from dllm_jax.models.sharding import Exchange, Split
 
-MOST_DEVICES = 2  # in whose steps the kernel was measured (docs/adr/0032)
+MOST_DEVICES = 2  # in whose steps the kernel was measured (docs/adr/0018)
 
 
 def made(split: Split | None) -> Exchange | None:

@@ -30,7 +30,7 @@ def enable_async_dispatch() -> None:
 
     A loop on the device asks the host after each step whether to go on. By XLA's default that
     blocks the calling thread until the loop ends, and the GPU waits while the next program's
-    arguments are prepared (docs/adr/0015-async-dispatch.md). No effect once JAX has looked for
+    arguments are prepared (docs/adr/0008-the-host-loop.md). No effect once JAX has looked for
     devices.
     """
     import jax
