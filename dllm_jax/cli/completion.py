@@ -37,7 +37,7 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
 
 
 def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """A parser and those of its verbs."""
+    """Yield a parser and, recursively, the parsers of its verbs."""
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -98,7 +98,7 @@ OPTIONS = (
     ("--response-seconds", flags.number(0, 1e9, True), _DRAFT, "answer no longer, in one call"),
     ("--greedy-share", flags.number(0, 1), _DRAFT, "share of answers at temperature 0"),
 )
-# What the recipes set: the usual one, then those of single kinds. Other flags have none.
+# Defaults of flags, for help texts: the usual one, then those of kinds that differ.
 DEFAULTS = {
     "--steps": "20000, dflash 5000, diffusion_gemma 1000, sft 1000",
     "--model": "builtin:tiny-sdar",

@@ -186,13 +186,13 @@ def unguarded(text: str) -> str:
 
 
 def encoded(text: str, encode: Callable[[str], list[int]], tokens: Mapping[str, int]) -> list[int]:
-    """Ids of a rendering; what is wrapped is spelt by plain tokens.
+    """Ids of a rendering; wrapped text is encoded without control tokens.
 
     Args:
-        encode: Ids of a text, control tokens by name.
+        encode: Function from a text to ids, which turns names of control tokens into their ids.
 
     Raises:
-        Unusable: The tokenizer cannot spell it so.
+        Unusable: The tokenizer cannot encode the wrapped text without control tokens.
     """
     ids: list[int] = []
     control = set(tokens.values())

@@ -46,8 +46,8 @@ class Add(Message):
     """Prompts that are accepted together or not at all; `params` are fields of `SamplingParams`.
 
     Attributes:
-        client: Who shares the engine with the others, fairly.
-        ids: Send the ids of each piece, too.
+        client: Identity of the client, for fair scheduling among clients.
+        ids: Also send the ids of each piece.
     """
 
     id: int

@@ -77,7 +77,7 @@ class Service:
         self.spans = None if endpoint is None else Spans(endpoint, *about)
         self.drain = asyncio.Event()  # an administrator ends the server
         self.admission = Admission(config.limits)
-        # One: several would hold the interpreter in turn, and the event loop would wait for all.
+        # A single thread: several would compete for the GIL and delay the event loop.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="read")
 
     async def read(self, call: Call, kind: type[wire.Body]) -> wire.Body:

@@ -166,10 +166,10 @@ class Hole:
     """What is to be written between the parts of a text: `Hole(8)` or `Hole(Regex("[0-9]+"))`.
 
     Attributes:
-        of: So many tokens; or a constraint, whose texts may have any length.
+        of: A number of tokens, or a constraint, whose texts may have any length.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: `of` is neither a positive number nor a constraint.
     """
 
     of: int | Constraint

@@ -1063,7 +1063,7 @@ def _multiply(
     def _():
         plgpu.set_max_registers(_REGISTERS[groups], action="increase")
         jax.lax.fori_loop(0, count, compute_tile, (zero, place(zero)))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the end of the launch waits for the rest
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # writes end with the launch
 
 
 def _strided(size: int, most: int):

@@ -488,7 +488,7 @@ def _multiply(x, w, *refs, names, tiling, steps, consumers, finish, group_size, 
                 target = out.at[split, pl.ds(group * _ROWS, rows), across(width)]
                 plgpu.copy_smem_to_gmem(leading(staged, rows), target)
 
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the end of the launch waits for the rest
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # writes end with the launch
 
 
 @lowered_once(static_argnames=("eps", "is_quantized", "interpret"))

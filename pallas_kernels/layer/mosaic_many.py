@@ -401,4 +401,4 @@ def _multiply(x, w, *refs, names, tiles, columns, W, is_gated, segments):
         for j in turns:
             finish(sums, j)
         store(count - 1)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the end of the launch waits for the rest
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # writes end with the launch

@@ -329,9 +329,7 @@ def compute(
                 plgpu.copy_smem_to_gmem(source, target)
 
         if turn is None:
-            plgpu.wait_smem_to_gmem(
-                0, wait_read_only=True
-            )  # the end of the launch waits for the rest
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # writes end with the launch
 
     def store_whole():
         if own_columns is None:

@@ -527,7 +527,7 @@ def _block(given, out, scratch, *, scale, cap, is_warm, tiling, tiles, of_slot):
     def _():
         plgpu.set_max_registers(232, action="increase")
         jax.lax.fori_loop(0, mine, compute_tile, None)
-        if "leaving" in scratch:  # the end of the launch waits for the rest
+        if "leaving" in scratch:  # writes end with the launch
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

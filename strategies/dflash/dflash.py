@@ -119,7 +119,7 @@ class DFlash(Strategy):
         return bound(self, draft_config)
 
     def init(self, spec):
-        """Counts of a request's drafts, and the slot's estimates of the next ones."""
+        """Zero counts of drafts, and acceptance estimates, which outlive the request."""
         size = spec.block_size - 1
         estimates = drafting.no_estimates(size) if len(self.choices) > 1 else {}
         return Carry(slot=drafting.no_counts(size), lasting=estimates)
