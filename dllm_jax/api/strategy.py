@@ -138,8 +138,8 @@ def family_strategy(model: Model, name: str, **overrides: Any) -> Any:
 def default_params(model: Model, strategy: Any, **params: Any) -> SamplingParams:
     """Sampling parameters, with the family's temperature and top-p where `params` has none.
 
-    Only under the family's own strategy. Under another, temperature and top-p would change which
-    confidences a threshold accepts, so decoding is greedy.
+    The family's values apply only with the family's own strategy. With another one, temperature and
+    top-p would change which confidences a threshold accepts, so decoding is greedy.
     """
     own = model.defaults.strategy
     if own not in strategy_names() or type(strategy) is not type(load_strategy(own)):

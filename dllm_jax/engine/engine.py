@@ -81,7 +81,7 @@ class Engine:
         self._requests: dict[str, ActiveRequest] = {}
         self._moved: list[ActiveRequest] = []
         self._ready: list[RequestOutput] = []  # reported, not yet handed over
-        self._is_torn = False  # a call is changing the books, or was cut short while it did
+        self._is_torn = False  # a call is changing the state of the engine, or was interrupted
         self._rounds: deque[_Round] = deque()
         self._num_deadlines = self._num_sequences = 0
         self._step_s = 0.0

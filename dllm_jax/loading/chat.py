@@ -32,11 +32,11 @@ class _Family(Protocol):
 
 
 class TextModel(Protocol):
-    """What is read of a model here: a `Model`, or the text side of one without its weights."""
+    """The fields of a model that this module reads: of a `Model`, or of one without weights."""
 
     @property
     def source(self) -> str:
-        """What it was loaded from."""
+        """The source that it was loaded from."""
         ...
 
     @property

@@ -59,16 +59,16 @@ class MemoryPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is in use at once, predicted."""
+        """Predicted peak of the bytes in use."""
         return self.in_use_bytes + self.slot_bytes + self.pool_bytes + self.temp_bytes
 
     def pages_within(self, num_bytes: float) -> int:
-        """Pages that fit when everything together takes so many bytes."""
+        """Number of pages that fit if all memory together takes `num_bytes`."""
         left = num_bytes - self.in_use_bytes - self.slot_bytes - self.temp_bytes
         return max(0, int(left // self.page_bytes))
 
     def slots_within(self, num_bytes: float) -> int:
-        """Slots that fit beside the pages, if temporaries shrink with them."""
+        """Number of slots that fit with the pages, if temporaries shrink with the slots."""
         left = num_bytes - self.in_use_bytes - self.pool_bytes
         each = (self.slot_bytes + self.temp_bytes) / self.num_slots
         return max(0, int(left // max(1.0, each)))

@@ -18,7 +18,7 @@ OF_TYPE = {
     "boolean": set(),
     "null": set(),
 }
-_APPLIED = {  # in place, to the same instance
+_APPLIED = {  # keywords whose subschemas apply to the same instance
     *("$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentRequired"),
     *("dependentSchemas", "unevaluatedProperties", "unevaluatedItems"),
 }
@@ -182,14 +182,14 @@ def _joined(base: str, ref: str) -> str:
 
 
 def normal(schema: Any, path: str, is_old: bool, notes: dict[str, None]) -> dict[str, Any]:
-    """A schema in one form.
+    """A schema in a normal form.
 
     Args:
-        is_old: What stands beside a reference says nothing.
-        notes: Keywords that say nothing are added here by their paths.
+        is_old: The draft ignores keywords next to a reference.
+        notes: Collects the paths of keywords without effect.
 
     Raises:
-        ValueError: A keyword's value is none that it may have, or it is one that cannot be held to.
+        ValueError: A keyword has an invalid value, or cannot be enforced.
     """
     found = dict(schema)
     if is_old and "$ref" in found:

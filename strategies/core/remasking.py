@@ -103,7 +103,7 @@ def next_of(
     Source: iLLaDA, the boost that ends its thoughts.
     """
     buffer, count = state.buffer, len(phrase)
-    number = buffer.positions - buffer.prompt_len[:, None, None] + 1  # of a cell in the text
+    number = buffer.positions - buffer.prompt_len[:, None, None] + 1  # index in the text, from 1
     text = jnp.where(buffer.filled & (number > 0), buffer.tokens, -1).reshape(len(holes), -1)
     padded = jnp.pad(text, ((0, 0), (count, 0)), constant_values=-1)
     before = jnp.stack([padded[:, i : i + text.shape[1]] for i in range(count)], axis=-1)

@@ -60,10 +60,10 @@ def top_n(
 
 
 def rank(score: Float[Array, "B K S"], among: Bool[Array, "B K S"]) -> Int[Array, "B K S"]:
-    """Place of each cell among those of its block by falling score; ties: lower position first.
+    """Rank of each cell in its block, the highest score first; ties: lower position first.
 
-    Cells not `among` come last. S is small, so every pair is compared; without a sort, ties do not
-    depend on how one is implemented.
+    Cells not `among` come last. S is small, so every pair is compared, which makes ties independent
+    of the implementation of a sort.
     """
     score = jnp.where(among, score, -jnp.inf)
     # Fused into both sides of the comparison, a score may be rounded in two ways, and a cell then

@@ -172,7 +172,7 @@ class Output(struct.PyTreeNode, ForwardOutput):
         return self.hidden
 
     def logits(self) -> Float[Array, "B K S V"]:
-        """The logarithm of the law."""
+        """Log probabilities of each cell."""
         return jnp.log(self.law)
 
     def store(self, state: DecodeState, where: Bool[Array, "B K S"]) -> DecodeState:
