@@ -61,7 +61,7 @@ def offered(tools: Any, choice: Any = None, several: bool | None = None) -> Offe
             raise BadTool(
                 f"={_said(choice)}: there are no tools to choose from; give tools",
                 "tool_choice",
-                "tool_choice_unsupported",
+                "invalid_value",
             )
         return None
     if len(tools) > MOST_TOOLS:
@@ -85,7 +85,8 @@ def offered(tools: Any, choice: Any = None, several: bool | None = None) -> Offe
     mode, names = _chosen(choice)
     for name in names or ():
         if name not in numbers:
-            raise BadTool(f"={name!a:.60} names no tool; name one of them", "tool_choice")
+            said = f"={name!a:.60} names no tool; name one of them"
+            raise BadTool(said, "tool_choice", "invalid_value")
     if mode == "named":
         return Offer(shown, tuple(made), numbers[(names or [""])[0]], several is not False)
     kept = made if names is None else [made[numbers[name]] for name in dict.fromkeys(names)]
@@ -180,6 +181,7 @@ def _chosen(choice: Any) -> tuple[str, list[str] | None]:
         f'={_said(choice)} is not known; use "auto", "required", "none" or '
         '{"type": "function", "function": {"name": ...}}',
         "tool_choice",
+        "invalid_value",
     )
 
 

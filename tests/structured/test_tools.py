@@ -168,6 +168,7 @@ def test_tools_and_choices_that_are_none_are_refused_by_path(tools, choice, para
     with pytest.raises(BadTool) as raised:
         offered(tools, choice)
     assert raised.value.param == param
+    assert raised.value.code == ("invalid_value" if param == "tool_choice" else "invalid_tool")
     assert str(raised.value).startswith(param)
 
 
