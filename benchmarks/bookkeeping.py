@@ -81,6 +81,9 @@ class NullDevice:
     def await_programs(self, _: float) -> None:
         pass
 
+    def forget_failed_programs(self) -> None:
+        pass
+
     def prefill(self, *_: Any) -> int:
         return 0
 

@@ -79,7 +79,8 @@ def test_a_template_from_a_file_is_what_chats_are_written_in(tmp_path, capsys):
     facts.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
     text = TextSide(facts)
     try:
-        ids = text.prompt([Turn(role="user", content=one) for one in ("one", "two")], None)
+        turns = [Turn(role="user", content=one) for one in ("one", "two")]
+        ids, _ = text.prompt(turns, None)
         assert text.tokenizer.decode(ids).replace(" ", "") == "[one][two]"
     finally:
         text.close()

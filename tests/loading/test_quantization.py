@@ -11,6 +11,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.kernels.layer import Fp8Matrix
+from dllm_jax.loading import leaves
 from dllm_jax.loading import load as loading
 from dllm_jax.loading.load import LoadError
 from dllm_jax.loading.model import Model
@@ -82,7 +83,7 @@ def test_one_tensor_at_a_time_is_on_the_device_beside_the_result(random_folder, 
     shapes = {leaf.shape for leaf in tree.values()}
     dtype = tree["wo"].dtype
     before = len([a for a in jax.live_arrays() if a.dtype == dtype and a.shape in shapes])
-    monkeypatch.setattr(loading, "quantized", watched)
+    monkeypatch.setattr(leaves, "quantized", watched)
     dj.load(random_folder, quantization="fp8")
     assert seen == [1] * len(MATRICES) * len(plain.params["layers"])
 

@@ -339,7 +339,7 @@ def test_reductions_stand_in_few_functions():
                 is_function = isinstance(node, ast.FunctionDef)
                 if is_function and re.search(r"jax\.lax\.p(sum|max)", ast.unparse(node)):
                     found.add((path.name, node.name))
-    sums = {("sharding.py", "total"), ("sampling.py", "total")}
+    sums = {("sharding.py", "total"), ("draw.py", "total")}
     assert found == {*sums, ("fp8.py", "quantize"), ("fp8.py", "_sought"), ("fp8.py", "tried")}
 
 

@@ -105,7 +105,8 @@ def test_a_strategy_of_another_class_is_another_argument(name, monkeypatch):
 def test_the_engines_programs_are_others_for_another_class():
     one, other = (make_device("multi_bd", allocate=False) for _ in range(2))
     assert jax.tree.structure(one.programs) == jax.tree.structure(other.programs)
-    theirs = type("Own", (type(one.strategy),), {})(**vars(one.strategy))
+    own = one.programs.strategy
+    theirs = type("Own", (type(own),), {})(**vars(own))
     assert jax.tree.structure(one.programs.replace(strategy=theirs)) != jax.tree.structure(
         one.programs
     )
