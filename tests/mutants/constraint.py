@@ -33,8 +33,8 @@ MUTANTS = [
         ),
         the_share_is_of_all_tokens=("jnp.where(goes_on, stats.whole, -jnp.inf)", "stats.whole"),
         every_confidence_is_a_share=(
-            "confidence = jnp.where(grammar.by_mass, share, confidence)",
-            "confidence = share",
+            "return token, jnp.where(grammar.by_mass, share, confidence)",
+            "return token, share",
         ),
         ties_to_the_highest_id=(
             "token = jnp.min(jnp.where(fits & (rank == top), stats.token, _NO_ID), axis=1)",

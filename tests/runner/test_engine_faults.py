@@ -402,7 +402,7 @@ def test_a_pool_that_cannot_be_made_again_ends_everyone_and_later_ones_get_their
     no_room = mock.Mock(side_effect=jax.errors.JaxRuntimeError(OUT))
     requests = [wish(case(name).requests[i]) for i in (0, 1, 2, 0, 1, 2)]
     runner = toy.device(name)
-    with context, mock.patch.object(runner, "_make_state", no_room), steps_a_chunk(1):
+    with context, mock.patch.object(runner.device, "_make", no_room), steps_a_chunk(1):
         got = run(engine, requests)
     assert [one.outputs[0].finish_reason for one in got] == ["error"] * 6
     assert all("lower " in one.error for one in got)
