@@ -104,9 +104,9 @@ def main():
     rows = []
     for (window, append), found in times.items():
         middle = statistics.median(found)
-        facts = {"window": window, "append": append, "rows_run": ran[window, append]}
-        rows.append({**facts, "step_ms": middle, "all_ms": found})
         kind = "appended" if append else "whole"
+        facts = {"window": window, "form": kind, "rows_run": ran[window, append]}
+        rows.append({**facts, "step_ms": middle, "all_ms": found})
         text = f"{middle:8.3f} ms, {middle / first:.3f} of the first"
         print(f"{window:6} cells, {kind:8}: {ran[window, append]:5} rows, {text}")
     facts = {

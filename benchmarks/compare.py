@@ -16,7 +16,7 @@ MOST = 1.10  # of the stored time
 # What a row was measured of, and its times.
 OF = ("command", "device", "dtype", "model", "shape", "slots", "blocks", "block_size", "context")
 OF = (*OF, "sequences", "rows", "implementation", "form", "name", "buffer_size", "steps")
-OF = (*OF, "temperature", "through", "devices", "routing", "quantization", "cell")
+OF = (*OF, "temperature", "through", "devices", "routing", "quantization", "cell", "window")
 TIMES = ("bare_step_ms", "long_run_step_ms", "step_ms", "net_us", "prefill_s")
 
 
