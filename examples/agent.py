@@ -1,28 +1,27 @@
 """A loop with tools against `dllm-jax serve`, by OpenAI's client.
 
     dllm-jax serve builtin:tiny-sdar --tool-format hermes
-    python examples/agent.py http://127.0.0.1:8000/v1
+    python examples/agent.py    # or the address of another server
 
-The built-in model was never trained on tools: its calls are valid, and make no sense.
+The built-in model was never trained on tools: its calls are valid, and make no sense. It has room
+for 512 tokens, offer and answers together.
 """
 
 import json
 import sys
 from collections.abc import Callable
 
-ADD = {
-    "type": "object",
-    "properties": {
-        "a": {"type": "integer", "minimum": 0, "maximum": 99},
-        "b": {"type": "integer", "minimum": 0, "maximum": 99},
-    },
-    "required": ["a", "b"],
-}
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": ADD}}]
-RUN: dict[str, Callable[..., object]] = {"add": lambda a, b: a + b}
+CITY = {"type": "string", "enum": ["Oslo", "Bergen"]}
+SCHEMA = {"type": "object", "properties": {"city": CITY}, "required": ["city"]}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+RUN: dict[str, Callable[..., object]] = {"weather": lambda city: f"21 degrees in {city}"}
 
 
-def main(url: str, question: str = "How much is 3 and 4?", most_turns: int = 3):
+def main(
+    url: str = "http://127.0.0.1:8000/v1",
+    question: str = "Weather in Oslo?",
+    most_turns: int = 3,
+):
     from openai import OpenAI
 
     client = OpenAI(base_url=url, api_key="none")
@@ -35,7 +34,6 @@ def main(url: str, question: str = "How much is 3 and 4?", most_turns: int = 3):
             tools=TOOLS,
             tool_choice="auto" if turn else "required",
             parallel_tool_calls=False,
-            max_tokens=60,
         )
         message = answer.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
