@@ -58,7 +58,7 @@ class Served(NamedTuple):
             None: none.
         devices: As `Counts.devices`.
         commands: Of an administrator, by name; None: there are none.
-        walk: A text of a request with tools along its grammar (`api.calls.Walk`), behind the walk
+        walk: A text of a request with tools along its grammar (`api.calls.Walk`), after the walk
             of an earlier stage; None for other requests.
     """
 
@@ -102,7 +102,7 @@ class Start:
         self._send = outbox.send
 
     def __call__(self, done: int, of: int) -> None:
-        """So many programs are compiled."""
+        """Report how many programs are compiled."""
         self._send(pipe.Progress(done, of))
 
     def phase(self, name: str, seconds: float, **fields: Any) -> None:
@@ -473,7 +473,7 @@ class Loop:
             self._outbox.queue(pipe.Accepted(add.id))
 
     def _put_stage(self, stage: _Stage) -> None:
-        """Let a text go on, once its grammar is there."""
+        """Let a text go on, once its grammar is compiled."""
         self._num_stages += 1
         add, key = stage.prompt.add, -self._num_stages  # ids of requests are not negative
         work = self._served.missing(stage.request)

@@ -53,7 +53,7 @@ class Spellings:
     marks: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def with_marks(self) -> "Spellings":
-        """The vocabulary in which the marks are letters behind the 256 bytes, in their order."""
+        """The vocabulary in which the marks are letters after the 256 bytes, in their order."""
         if not self.marks or not self.levels:
             return self
         (parents, letters), *others = self.levels

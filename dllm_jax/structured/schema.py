@@ -313,7 +313,7 @@ class _Writer:
         return values
 
     def _of_groups(self, saids: list[Said], path: str, least: int) -> list[Tree]:
-        """Trees that share no value, of as many items as there are to be."""
+        """Trees that share no value, one for each item."""
         count = max(self._budget.extent.items, least)
         trees: list[Tree] = []
         for is_other in (False, True):

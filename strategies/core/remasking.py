@@ -96,7 +96,7 @@ def next_of(
     """The id that goes on with `phrase` at each cell, and how far the text is.
 
     Returns:
-        The id after what of the phrase stands before a cell, the first if nothing does. At the
+        The id after the part of the phrase that ends before a cell, else its first id. At the
         leftmost of `holes` the share of the limit up to and with it, 0 elsewhere and where the text
         holds the phrase.
 
