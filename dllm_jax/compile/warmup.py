@@ -4,29 +4,29 @@ Data flow: layout -> a list of acts -> the call of each, lowered, one after anot
 several at a time -> each run once on empty slots, which compiles nothing.
 """
 
-import contextlib
 import dataclasses
-import gc
 import itertools
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
 import jax
 import numpy as np
 
-from dllm_jax.compile import background
 from dllm_jax.engine.layout import EngineLayout, PassKind
 from dllm_jax.runner import grammars, timing
 from dllm_jax.runner.dispatch import Dispatch
 from dllm_jax.runner.programs import Call
 from dllm_jax.runner.runner import ModelRunner
+from dllm_jax.runner.worker import Worker, is_ending
 
 Progress = Callable[[str, int, int], None]
+_one_at_a_time = threading.Lock()  # of the threads of `compile_grammars`: requests keep a core
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,9 @@ def warm_up(
         runner.memory.check()
     if runner.state is None:
         runner.reset()
-    run_each(runner, work)
+    for item in work:
+        runner.run(item.call(runner))
+    runner.wait()
     if runner.programs.strategy.weighs_costs:
         runner.choice_costs = timing.time_choices(runner)
     if calibrate:
@@ -89,23 +91,42 @@ def warm_up(
 
 
 def compile_grammars(runner: ModelRunner, sizes: grammars.Sizes) -> Future:
-    """Compile the programs for grammars of these sizes in a thread."""
-    return background.compile_in_background(runner, programs_with_grammars(runner.layout, sizes))
+    """Compile the programs for grammars of these sizes in a thread, which holds the runner weakly.
+
+    Returns:
+        A future that ends with the last program, or with the error of the first that fails.
+    """
+    worker, work = Worker("dllm-compile"), programs_with_grammars(runner.layout, sizes)
+    done = worker.submit(runner.memory, _compile_each, weakref.ref(runner), work)
+    worker.end()
+    return done
+
+
+def _compile_each(to_runner: "weakref.ref[ModelRunner]", work: Sequence[Work]) -> None:
+    for item in work:
+        with _one_at_a_time:
+            runner = to_runner()
+            if runner is None or not runner.is_open or is_ending():
+                return
+            runner.device.compile_program(item.call(runner))
+            del runner
 
 
 def every_program(layout: EngineLayout, saved_size: int) -> list[Work]:
-    """All programs, `largest_programs` first, which take longest to compile.
+    """All programs, the largest of each kind first, which take most memory and longest to compile.
 
     Args:
         saved_size: Words of a saved slot.
     """
-    work = []
-    for columns in reversed(layout.page_buckets):
-        work += [_decode(rows, columns) for rows in reversed(layout.slot_buckets)]
-        for kind in layout.pass_kinds:
-            work += [_prefill(size, columns, kind) for size in reversed(layout.prefill_buckets)]
-    if layout.prompts_a_pass > 1:
-        work.append(_short_prompts(layout))
+    tables, sizes = layout.page_buckets[::-1], layout.prefill_buckets[::-1]
+    every = itertools.product(tables, layout.slot_buckets[::-1])
+    decodes = [_decode(rows, columns) for columns, rows in every]
+    every = itertools.product(tables, sizes, layout.pass_kinds)
+    prefills = [_prefill(size, columns, kind) for columns, size, kind in every]
+    if layout.prompts_a_pass > 1:  # they stand in the first bucket of both
+        prefills.insert(0, _short_prompts(layout))
+    pairs = itertools.zip_longest(decodes, prefills)
+    work = [item for pair in pairs for item in pair if item is not None]
     empty = timing.made_up(layout, layout.page_buckets[-1], 1)
     saved = np.zeros((saved_size,), np.int32)
     work.append(Work("admit", lambda runner: runner.admit(0, empty)))
@@ -116,18 +137,6 @@ def every_program(layout: EngineLayout, saved_size: int) -> list[Work]:
         work.append(Work("begin", lambda runner: runner.begin(0)))
     if layout.is_full:
         work.append(Work("copy", lambda runner: runner.copy_page(0, 0)))
-    largest = {item.name for item in largest_programs(layout)}
-    return sorted(work, key=lambda item: item.name not in largest)
-
-
-def largest_programs(layout: EngineLayout) -> list[Work]:
-    """The programs that need the most memory."""
-    columns = layout.page_buckets[-1]
-    largest = layout.prefill_buckets[-1]
-    work = [_decode(layout.slot_buckets[-1], columns)]
-    work += [_prefill(largest, columns, kind) for kind in layout.pass_kinds]
-    if layout.prompts_a_pass * layout.prefill_buckets[0] > largest:
-        work.append(_short_prompts(layout))
     return work
 
 
@@ -182,21 +191,19 @@ def compile_ahead(
     Raises:
         DeviceFailure: One does not compile.
     """
-    most, done = 0, 0
+    most = 0
     pool = ThreadPoolExecutor(min(len(work), num_cores()), "dllm-compile")
     # Lowering holds the GIL. One at a time, so that compilation overlaps with the next lowering.
     in_python = threading.Lock()
     is_waited_for = False
     try:
-        with _without_old_garbage():
-            futures = {pool.submit(_compiled_bytes, runner, item, in_python): item for item in work}
-            for future in as_completed(futures):
-                most = max(most, future.result())
-                done += 1
-                if progress:
-                    progress(futures[future].name, done, len(work))
-                if is_waited_for := most > most_bytes:
-                    break
+        futures = {pool.submit(_compiled_bytes, runner, item, in_python): item for item in work}
+        for done, future in enumerate(as_completed(futures), 1):
+            most = max(most, future.result())
+            if progress:
+                progress(futures[future].name, done, len(work))
+            if is_waited_for := most > most_bytes:
+                break
     except jax.errors.JaxRuntimeError as error:
         raise runner.failure(error) from error
     finally:
@@ -211,22 +218,6 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-@contextlib.contextmanager
-def _without_old_garbage() -> Iterator[None]:
-    """Keep the garbage collector from scanning existing objects again and again.
-
-    That was a tenth of lowering for SDAR-1.7B. If objects are already frozen, leave them.
-    """
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def _compiled_bytes(runner: ModelRunner, work: Work, in_python: threading.Lock) -> int:
     call, known = work.call(runner), runner.device.compiled
     if call.name not in known:
@@ -238,10 +229,3 @@ def _compiled_bytes(runner: ModelRunner, work: Work, in_python: threading.Lock) 
         return 0
     fresh = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return int(analysis.temp_size_in_bytes + max(0, fresh))
-
-
-def run_each(runner: ModelRunner, work: Iterable[Work]) -> None:
-    """Run programs once."""
-    for item in work:
-        runner.run(item.call(runner))
-    runner.wait()

@@ -1,4 +1,4 @@
-"""A thread that runs what is dispatched over a device, in the order of dispatch.
+"""A thread that runs tasks in order: what is dispatched over a device, or compilation.
 
 On a GPU a program with a data-dependent loop blocks its caller until the loop ends. So programs run
 in a thread of their own. It knows neither programs nor state: a task is any function.
@@ -24,12 +24,10 @@ from dllm_jax.runner import memory
 class Worker:
     """The thread; it ends with this object, or with the process."""
 
-    def __init__(self):
+    def __init__(self, name: str = "dllm-device"):
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
         # It holds the queue alone, so that this object can go.
-        self._thread = threading.Thread(
-            target=_work, args=(self._tasks,), daemon=True, name="dllm-device"
-        )
+        self._thread = threading.Thread(target=_work, args=(self._tasks,), daemon=True, name=name)
         self._thread.start()
         _workers[self._thread] = self._tasks
         weakref.finalize(self, self._tasks.put, None)
@@ -63,6 +61,7 @@ _workers: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue] = (
     weakref.WeakKeyDictionary()
 )
 _is_forked_from_engine = False
+_ending = threading.Event()
 
 
 def _note_fork() -> None:
@@ -80,9 +79,15 @@ def check_process() -> None:
         raise RuntimeError(FORKED)
 
 
+def is_ending() -> bool:
+    """Whether the process waits for its workers to end."""
+    return _ending.is_set()
+
+
 @atexit.register
 def _end_workers() -> None:
-    """Stop the workers: exiting while one is inside a program aborts the process."""
+    """Stop the workers: exiting while one is within XLA aborts the process."""
+    _ending.set()
     for worker, tasks in list(_workers.items()):
         tasks.put(None)
         worker.join()

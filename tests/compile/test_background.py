@@ -14,7 +14,7 @@ import weakref
 import numpy as np
 import pytest
 
-from dllm_jax.compile import background, warmup
+from dllm_jax.compile import warmup
 from dllm_jax.engine.engine import PROGRAMS_WAIT_S, Engine
 from dllm_jax.runner import grammars
 from dllm_jax.runner.dispatch import Dispatch
@@ -76,7 +76,8 @@ def go(warm, monkeypatch):
 
 
 def test_with_constraints_compiled_no_request_waits(warm, monkeypatch):
-    monkeypatch.setattr(background, "compile_in_background", None)
+    monkeypatch.setattr(warm, "_preparing", dict(warm._preparing))
+    monkeypatch.setattr(warm, "compile_in_background", lambda *_: pytest.fail("compiled again"))
     engine, known = Engine(warm), set(warm.device.compiled)
     text, plain = run(engine, engine.add(BOUND), engine.add(PLAIN))
     assert_keeps(text)
@@ -169,10 +170,10 @@ def test_the_thread_ends_with_its_runner(end):
 
 ENDS = """
 import functools, threading, types, jax, jax.numpy as jnp
-from dllm_jax.compile import background
+from dllm_jax.compile import warmup
 
 class Runner:
-    is_open, began = True, threading.Event()
+    is_open, began, layout, memory = True, threading.Event(), None, None
     device = property(lambda self: self)
     def compile_program(self, size):
         self.began.set()
@@ -182,7 +183,8 @@ class Runner:
 
 runner = Runner()
 work = [types.SimpleNamespace(call=lambda runner, i=i: 64 + i) for i in range(99)]
-background.compile_in_background(runner, work)
+warmup.programs_with_grammars = lambda *_: work
+warmup.compile_grammars(runner, None)
 assert runner.began.wait(60)
 """
 

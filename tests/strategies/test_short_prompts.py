@@ -210,8 +210,6 @@ def test_accelerators_take_short_prompts_in_together(monkeypatch):
         size = found.prefill_buckets[0]
         several = f"prefill {count} prompts of {size} tokens, {found.page_buckets[0]} pages, causal"
         assert names.count(several) == (count > 1)
-        largest = [work.name for work in warmup.largest_programs(found)]
-        assert (several in largest) == (count * size > found.prefill_buckets[-1] and count > 1)
     ran = Dispatched()
     found = dataclasses.replace(ran.device.layout, prompts_a_pass=COUNT)
     ran.device.run(warmup._short_prompts(found).call(ran.device))
