@@ -4,6 +4,7 @@ Data flow: a body -> `wire.Chat`, as the chat route reads it -> the same request
 -> blocks. Nothing is converted twice: events are made from pieces, not from chunks.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from dllm_jax.serve.pipe import Delta, Usage, total
 from dllm_jax.serve.refusals import Refusal, anthropic_error, not_valid, shown
 from dllm_jax.serve.service import Service
 from dllm_jax.serve.stream import named_event
-from dllm_jax.serve.turns import Texts, contents_of
+from dllm_jax.serve.turns import NO_TEXT, Texts, contents_of, placed
 from dllm_jax.structured import Piece
 
 SIGNATURE = "dllm"  # of thoughts; any is taken back
@@ -31,30 +32,43 @@ _IGNORED = (
     *("metadata", "context_management", "betas", "cache_control", "service_tier", "speed"),
     *("inference_geo", "anthropic_version", "anthropic_beta", "fallbacks", "user_profile_id"),
 )
+_PICTURES = ("image", "document", "search_result", "tool_reference")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 async def messages(service: Service, call: Call) -> Any:
     """`/v1/messages`."""
-    body, left_out = await _read(service, call)
+    body, left_out, origins = await _read(service, call)
 
     def form(given: Any, texts: Texts) -> MessagesForm:
         _, model, _, num_prompt_tokens, *_ = given
         return MessagesForm(model, num_prompt_tokens, texts, left_out)
 
-    return await generating.answer_chat(service, call, body, form)
+    with _own_names(origins):
+        return await generating.answer_chat(service, call, body, form)
 
 
 async def count_tokens(service: Service, call: Call) -> Any:
     """`/v1/messages/count_tokens`."""
-    body, _ = await _read(service, call, counts=True)
+    body, _, origins = await _read(service, call, counts=True)
     _, text = service.ready()
     service.check_model(body.model)
-    ids, _ = await text.run(call.size, generating.read_chat, text, body)
+    with _own_names(origins):
+        ids, _ = await text.run(call.size, generating.read_chat, text, body)
     return Json({"input_tokens": len(ids)})
 
 
-async def _read(service: Service, call: Call, counts: bool = False) -> tuple[wire.Chat, list[str]]:
+@contextlib.contextmanager
+def _own_names(origins: list[int]) -> Iterator[None]:
+    try:
+        yield
+    except Refusal as error:
+        raise placed(error, origins, "system", "messages") from None
+
+
+async def _read(
+    service: Service, call: Call, counts: bool = False
+) -> tuple[wire.Chat, list[str], list[int]]:
     service.check_state()
     fields = wire.read_object(await call.body())
     if not counts and fields.get("max_tokens") is None:
@@ -62,8 +76,8 @@ async def _read(service: Service, call: Call, counts: bool = False) -> tuple[wir
     return chat_of(fields)
 
 
-def chat_of(fields: dict[str, Any]) -> tuple[wire.Chat, list[str]]:
-    """The conversation, and the tools of the provider's own that are left out.
+def chat_of(fields: dict[str, Any]) -> tuple[wire.Chat, list[str], list[int]]:
+    """The conversation, the provider's own tools, left out, and the message of each turn.
 
     Raises:
         Refusal: It is none, or asks for what is not supported.
@@ -84,8 +98,10 @@ def chat_of(fields: dict[str, Any]) -> tuple[wire.Chat, list[str]]:
             f"messages has {len(turns)} messages; at most {wire.MAX_TURNS} are taken",
             param="messages",
         )
+    origins = [-1] * len(said)
     for i, turn in enumerate(turns):
         said += _turns(turn, f"messages[{i}]")
+        origins += [i] * (len(said) - len(origins))
     if said[-1]["role"] == "assistant":
         raise Refusal(
             f"messages[{len(turns) - 1}] begins the answer, which is not supported; leave it out",
@@ -110,9 +126,9 @@ def chat_of(fields: dict[str, Any]) -> tuple[wire.Chat, list[str]]:
     }
     kept = {name: value for name, value in made.items() if value is not None}
     try:
-        return msgspec.convert(kept, wire.Chat, strict=True), left_out
+        return msgspec.convert(kept, wire.Chat, strict=True), left_out, origins
     except msgspec.ValidationError as error:
-        raise not_valid(error) from None
+        raise placed(not_valid(error), origins, "system", "messages") from None
 
 
 def _how(fields: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +165,7 @@ def _system(system: Any) -> list[dict[str, Any]]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def _texts(blocks: Any, where: str) -> list[str]:
+def _texts(blocks: Any, where: str, is_result: bool = False) -> list[str]:
     """The texts of blocks of text."""
     if isinstance(blocks, str):
         return [blocks]
@@ -158,6 +174,9 @@ def _texts(blocks: Any, where: str) -> list[str]:
     found = []
     for i, block in enumerate(blocks):
         kind = block.get("type") if isinstance(block, dict) else block
+        if is_result and kind in _PICTURES:
+            found.append(NO_TEXT)
+            continue
         if kind != "text" or not isinstance(block.get("text"), str):
             raise Refusal(
                 f"{where}[{i}].type={shown(kind)}: only text is read here; leave it out",
@@ -206,7 +225,7 @@ def _turns(turn: Any, where: str) -> list[dict[str, Any]]:
 
 def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
     content = block.get("content")
-    text = "" if content is None else "\n".join(_texts(content, f"{where}.content"))
+    text = "" if content is None else "\n".join(_texts(content, f"{where}.content", is_result=True))
     if not text and block.get("is_error"):
         text = "error"
     return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}

@@ -3,10 +3,9 @@
 Data flow: a body -> `wire.Chat` -> the request of the chat route -> pieces of turns -> items.
 """
 
-import re
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -18,7 +17,7 @@ from dllm_jax.serve.pipe import Delta, Usage, total
 from dllm_jax.serve.refusals import Refusal, not_valid, shown
 from dllm_jax.serve.service import Service
 from dllm_jax.serve.stream import named_event
-from dllm_jax.serve.turns import Texts
+from dllm_jax.serve.turns import NO_TEXT, Texts, placed
 from dllm_jax.structured import Piece
 
 _READ = (
@@ -37,38 +36,34 @@ async def responses(service: Service, call: Call) -> Any:
     """`/v1/responses`."""
     service.check_state()
     fields = wire.read_object(await call.body())
-    body, left_out, origins = chat_of(fields)
+    body, tools, origins = chat_of(fields)
 
     def form(given: Any, texts: Texts) -> ResponsesForm:
         _, model, _, num_prompt_tokens, *_ = given
-        return ResponsesForm(model, num_prompt_tokens, texts, fields, left_out)
+        return ResponsesForm(model, num_prompt_tokens, texts, fields, tools)
 
     try:
         return await generating.answer_chat(service, call, body, form)
     except Refusal as error:
-        raise _placed(error, origins) from None
+        raise placed(error, origins, "instructions", "input") from None
 
 
-def _placed(error: Refusal, origins: list[int]) -> Refusal:
-    """A refusal that names an item, not a message."""
+class Offered(NamedTuple):
+    """The tools of a request.
 
-    def one(match: re.Match[str]) -> str:
-        place = origins[min(int(match[1]), len(origins) - 1)]
-        return "instructions" if place < 0 else f"input[{place}]"
+    Attributes:
+        functions: In the chat route's form.
+        spaces: Namespaces by the names of their functions: clients look calls up in them.
+        left_out: Hosted tools, by name.
+    """
 
-    pattern = r"messages\[(\d+)\](?:\.tool_calls\[\d+\])?"
-    message = re.sub(pattern, one, error.message)
-    param = error.param and re.sub(pattern, one, error.param)
-    param = "input" if param == "messages" else param
-    for name in ("tools", "tool_choice"):
-        if param and param.startswith(name):
-            param = param.replace(".function", "", 1)
-    more = {"code": error.code, "status": error.status, "headers": error.headers}
-    return Refusal(message, param=param, **more)
+    functions: list[Any]
+    spaces: dict[str, str]
+    left_out: list[str]
 
 
-def chat_of(fields: dict[str, Any]) -> tuple[wire.Chat, list[str], list[int]]:
-    """The conversation, the tools that are left out, and the item of each message.
+def chat_of(fields: dict[str, Any]) -> tuple[wire.Chat, Offered, list[int]]:
+    """The conversation, the tools, and the item of each message.
 
     Raises:
         Refusal: It is none, or asks for what is not supported.
@@ -86,7 +81,8 @@ def chat_of(fields: dict[str, Any]) -> tuple[wire.Chat, list[str], list[int]]:
     if fields.get("instructions"):
         said.insert(0, {"role": "system", "content": fields["instructions"]})
         origins.insert(0, -1)
-    tools, left_out = _tools(fields.get("tools"))
+    offered = _tools(fields.get("tools"))
+    tools = offered.functions
     reasoning, text = fields.get("reasoning") or {}, fields.get("text") or {}
     for name, value in (("reasoning", reasoning), ("text", text)):
         if not isinstance(value, dict):
@@ -107,9 +103,9 @@ def chat_of(fields: dict[str, Any]) -> tuple[wire.Chat, list[str], list[int]]:
     }
     kept = {name: value for name, value in made.items() if value is not None}
     try:
-        return msgspec.convert(kept, wire.Chat, strict=True), left_out, origins
+        return msgspec.convert(kept, wire.Chat, strict=True), offered, origins
     except msgspec.ValidationError as error:
-        raise _placed(not_valid(error), origins) from None
+        raise placed(not_valid(error), origins, "instructions", "input") from None
 
 
 def _format(form: Any) -> dict[str, Any] | None:
@@ -159,8 +155,11 @@ def _turns(given: Any) -> tuple[list[dict[str, Any]], list[int]]:
             is_open = True
             continue
         if kind == "function_call_output":
-            text = _text(item.get("output"), f"{where}.output")
-            said.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+            text, call_id = _text(item.get("output"), f"{where}.output", True), item.get("call_id")
+            if call_id is None and item.get("name"):  # what a host says of its own accord
+                said.append({"role": "user", "content": text})
+            else:
+                said.append({"role": "tool", "tool_call_id": call_id, "content": text})
             is_open = False
         elif kind == "message":
             role = item.get("role")
@@ -188,7 +187,7 @@ def _turns(given: Any) -> tuple[list[dict[str, Any]], list[int]]:
 _PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
-def _text(content: Any, where: str) -> str:
+def _text(content: Any, where: str, is_result: bool = False) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -196,6 +195,9 @@ def _text(content: Any, where: str) -> str:
     found = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else part
+        if is_result and kind in ("input_image", "input_file"):
+            found.append(NO_TEXT)
+            continue
         if kind not in _PARTS:
             raise Refusal(
                 f"{where}[{i}].type={shown(kind)}: only text is read; leave it out",
@@ -206,22 +208,25 @@ def _text(content: Any, where: str) -> str:
     return "\n".join(found)
 
 
-def _tools(tools: Any) -> tuple[list[Any], list[str]]:
-    """The tools in the chat route's form, and the names of hosted ones, which are left out."""
+def _tools(tools: Any, space: str | None = None) -> Offered:
     if tools is not None and not isinstance(tools, list):
         raise Refusal(f"tools={shown(tools)} is no list of tools; give one", param="tools")
-    found, left_out = [], []
+    found = Offered([], {}, [])
     for tool in tools or ():
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind == "function":
-            found.append({"type": "function", "function": tool})
+            found.functions.append({"type": "function", "function": tool})
+            if space is not None:
+                found.spaces[str(tool.get("name"))] = space
         elif kind == "namespace":
-            inner, others = _tools(tool.get("tools"))
-            found += inner
-            left_out += others
+            inner = _tools(tool.get("tools"), str(tool.get("name")))
+            found.functions.extend(inner.functions)
+            found.spaces.update(inner.spaces)
+            found.left_out.extend(inner.left_out)
         else:
-            left_out.append(str(tool.get("name") or kind if isinstance(tool, dict) else tool)[:64])
-    return found, left_out
+            name = tool.get("name") or kind if isinstance(tool, dict) else tool
+            found.left_out.append(str(name)[:64])
+    return found
 
 
 class ResponsesForm:
@@ -235,9 +240,10 @@ class ResponsesForm:
         num_prompt_tokens: int,
         texts: Texts,
         fields: dict[str, Any],
-        left_out: list[str],
+        tools: Offered,
     ):
         self.texts, self._num_prompt_tokens = texts, num_prompt_tokens
+        self._spaces = tools.spaces
         self._num_events = 0
         self._items: list[dict[str, Any]] = []  # that are whole
         self._open: dict[str, Any] | None = None
@@ -267,8 +273,8 @@ class ResponsesForm:
             "usage": None,
             "metadata": fields.get("metadata") or {},
         }
-        if left_out:
-            self._response["dllm"] = {"left_out": left_out}
+        if tools.left_out:
+            self._response["dllm"] = {"left_out": tools.left_out}
 
     # --- a stream --------------------------------------------------------------------------------
 
@@ -288,7 +294,8 @@ class ResponsesForm:
             yield from self._close()
         elif piece.kind == "call":
             yield from self._close()
-            yield self._added(_call(piece.text))
+            space = self._spaces.get(piece.text)
+            yield self._added(_call(piece.text) | ({"namespace": space} if space else {}))
         elif piece.kind == "arguments" and self._open is not None:
             self._open["arguments"] += piece.text
             yield self._more("function_call_arguments.delta", delta=piece.text)

@@ -1,5 +1,8 @@
 """A server whose engine is a script: no model, no JAX, and faults when a request's seed asks.
 
+With `replies` in the settings it plays an agent's model: the answer to a request with tools is the
+reply whose number is that of the assistant's turns in the prompt; other requests get `plain`.
+
 Run as `python -m tests.serve.scripted '{"restart_engine": 1}'`; the fields are those of `Config`,
 and `limits` those of `Limits`.
 """
@@ -15,6 +18,7 @@ from types import SimpleNamespace
 from dllm_jax.engine.checks import Refused
 from dllm_jax.engine.requests import CompletionOutput, Metrics, Request, RequestOutput
 from dllm_jax.serve.pipe import Counts, Facts, Launch
+from dllm_jax.structured import Tools
 
 FOLDER = Path(__file__).resolve().parents[2] / "dllm_jax" / "builtin" / "tiny-sdar"
 STEP_S = 0.004
@@ -26,8 +30,9 @@ DIES, HANGS, FAILS, RAISES, SLEEPS, REFUSED = 101, 102, 103, 104, 105, 106
 class Script:
     """`word0 word1 ...`, four words a step, all requests at once."""
 
-    def __init__(self, max_model_len, step_s):
+    def __init__(self, max_model_len, step_s, tokenizer=None, settings=None):
         self._most, self._step_s = max_model_len, step_s
+        self._tokenizer, self._settings = tokenizer, settings or {}
         self._live = {}
         self._ended = []
         self.num_steps = self.tokens = self.nfe = self.prompts = 0
@@ -36,10 +41,21 @@ class Script:
         if request.params.seed == REFUSED:
             raise Refused("the script refuses it; take another seed", "seed", "invalid_value")
         self._live[request.request_id] = SimpleNamespace(
-            request=request, done=0, added=time.monotonic(), nfe=0
+            request=request, done=0, added=time.monotonic(), nfe=0, ids=self._reply(request)
         )
         self.prompts += len(request.prompt_token_ids)
         return request.request_id
+
+    def _reply(self, request):
+        """The ids of an agent's turn; None: words."""
+        replies = self._settings.get("replies")
+        if replies is None:
+            return None
+        text = self._settings.get("plain", "Fine.")
+        if isinstance(request.params.constraint, Tools):
+            said = self._tokenizer.decode(request.prompt_token_ids)
+            text = replies[min(said.count("<|assistant|> "), len(replies) - 1)]
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def abort(self, request_id):
         live = self._live.pop(request_id, None)
@@ -67,7 +83,11 @@ class Script:
             most = min(live.request.params.max_tokens, self._most)
             live.done, live.nfe = min(live.done + A_STEP, most), live.nfe + 1
             self.tokens, self.nfe = self.tokens + A_STEP, self.nfe + 1
-            finish = "length" if live.done >= most else None
+            if live.ids is not None and len(live.ids) <= most:
+                live.done = min(live.done, len(live.ids))
+                finish = "stop" if live.done == len(live.ids) else None
+            else:
+                finish = "length" if live.done >= most else None
             if seed == FAILS and live.done > A_STEP:
                 finish = "error"
             if finish:
@@ -81,8 +101,10 @@ class Script:
         window = (None, 70, 71) if request.denoise else ()
         one = CompletionOutput(
             index=0,
-            text="".join(f"word{i} " for i in range(live.done)),
-            token_ids=list(range(live.done)),
+            text="".join(f"word{i} " for i in range(live.done))
+            if live.ids is None
+            else self._tokenizer.decode(live.ids[: live.done]),
+            token_ids=list(range(live.done)) if live.ids is None else live.ids[: live.done],
             finish_reason=finish,
             window=window,
         )
@@ -138,16 +160,19 @@ def make(settings, progress):
         thresholds={"accept_threshold": (0.9, 0.0, 1.0)},
         max_model_len=settings.get("max_model_len", 4096),
         vocab_size=768,
-        mask_token_id=5,
+        mask_token_id=1,
         num_slots=settings.get("num_slots", 8),
         dtype="none",
         jax="none",
         tokenizer_folder=str(FOLDER),
-        answer_end=1,
+        answer_end=2,
         causal=settings.get("causal", False),
+        chat_template=settings.get("chat_template"),
+        tool_format="hermes" if "replies" in settings else None,
     )
-
-    script = Script(facts.max_model_len, settings.get("step_s", STEP_S))
+    tokenizer = read_tokenizer(FOLDER)
+    step_s = settings.get("step_s", STEP_S)
+    script = Script(facts.max_model_len, step_s, tokenizer, settings)
 
     def request(ids, suffix, fields):
         return Request(prompt_token_ids=ids, **fields)
@@ -157,7 +182,7 @@ def make(settings, progress):
             raise ValueError("the script reads 600 tokens; ask less")
         return [[[-1.0 - i for i in range(len(row))] for row in text.labels] for text in texts], 1
 
-    return Served(script, facts, read_tokenizer(FOLDER), request, read)
+    return Served(script, facts, tokenizer, request, read)
 
 
 def main():

@@ -13,7 +13,7 @@ import pytest
 from dllm_jax.serve import generating, messages, responses, wire
 from dllm_jax.serve.pipe import Delta, Usage
 from dllm_jax.serve.refusals import Refusal
-from dllm_jax.serve.turns import ChatForm, Texts
+from dllm_jax.serve.turns import NO_TEXT, ChatForm, Texts, placed
 from dllm_jax.structured import Tool, Tools, Turn
 
 USAGE = Usage(9, 4, 3, 1, 0, 8, 0.1, 0.2, 0.3)
@@ -29,10 +29,11 @@ def texts():
     return Texts(lambda: Turn(HELD, [bytes([i]) for i in range(256)], {}))
 
 
+IN_SPACE = responses.Offered([], {"g": "space"}, [])
 FORMS = {
     "chat": lambda: ChatForm(*GIVEN, texts=texts(), is_certain=False, shows_thoughts=True),
     "messages": lambda: messages.MessagesForm("m", 9, texts(), []),
-    "responses": lambda: responses.ResponsesForm("m", 9, texts(), {}, []),
+    "responses": lambda: responses.ResponsesForm("m", 9, texts(), {}, IN_SPACE),
 }
 
 
@@ -129,6 +130,7 @@ def test_responses(seed):
     assert final["output"] == done
     assert [one["type"] for one in done] == ["reasoning", "message", *["function_call"] * 2]
     assert [(one["name"], one["arguments"]) for one in done[2:]] == CALLS
+    assert [one.get("namespace") for one in done[2:]] == [None, "space"]
     for place, item in enumerate(done):
         own = [e for e in events if e.get("output_index") == place and "delta" in e]
         text = item.get("arguments") or item["content"][0]["text"]
@@ -167,7 +169,7 @@ def test_what_a_coding_agent_sends_to_messages():
         {"role": "user", "content": [{"type": "text", "text": "Again."}, result]},
         {"role": "system", "content": "The date."},
     ]
-    body, left_out = messages.chat_of(
+    body, left_out, origins = messages.chat_of(
         {
             "model": "m",
             "max_tokens": 5,
@@ -194,6 +196,7 @@ def test_what_a_coding_agent_sends_to_messages():
     ]
     assert body.messages[2].tool_calls is not None
     assert (body.tool_choice, body.parallel_tool_calls, left_out) == ("required", False, ["w"])
+    assert origins == [-1, 0, 1, 2, 2, 3]
 
 
 def parts(text, kind="input_text"):
@@ -202,7 +205,8 @@ def parts(text, kind="input_text"):
 
 def test_what_a_coding_agent_sends_to_responses():
     item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "id": "fc"}
-    body, left_out, origins = responses.chat_of(
+    picture = parts("", "input_image")
+    body, offered, origins = responses.chat_of(
         {
             "instructions": "Be brief.",
             "input": [
@@ -213,12 +217,13 @@ def test_what_a_coding_agent_sends_to_responses():
                 item,
                 item | {"call_id": "d"},
                 {"type": "function_call_output", "call_id": "c", "output": "1"},
-                {"type": "function_call_output", "call_id": "d", "output": parts("2")},
+                {"type": "function_call_output", "call_id": "d", "output": picture},
+                {"type": "function_call_output", "name": "goal", "output": "G"},
             ],
             "tools": [
                 {"type": "function", "name": "f", "strict": False},
                 {"type": "web_search"},
-                {"type": "namespace", "tools": [{"type": "function", "name": "g"}]},
+                {"type": "namespace", "name": "s", "tools": [{"type": "function", "name": "g"}]},
             ],
             "reasoning": {"summary": "auto"},
             "store": False,
@@ -227,11 +232,12 @@ def test_what_a_coding_agent_sends_to_responses():
         }
     )  # fmt: skip
     assert [turn.role for turn in body.messages] == [
-        *("system", "developer", "user", "assistant", "tool", "tool")
+        *("system", "developer", "user", "assistant", "tool", "tool", "user")
     ]
-    assert origins == [-1, 0, 1, 2, 6, 7]
+    assert body.messages[5].content == NO_TEXT
+    assert origins == [-1, 0, 1, 2, 6, 7, 8]
     assert [one["id"] for one in body.messages[3].tool_calls or ()] == ["c", "d"]
-    assert left_out == ["web_search"]
+    assert (offered.left_out, offered.spaces) == (["web_search"], {"g": "s"})
     assert len(body.tools or ()) == 2
 
 
@@ -261,6 +267,23 @@ def test_what_is_not_supported_is_refused_by_path(read, fields, param):
     with pytest.raises(Refusal) as raised:
         read(fields)
     assert raised.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("others", "said", "own"),
+    [
+        ("messages", "messages[2].tool_call_id", "messages[1].tool_use_id"),
+        ("messages", "messages[0]", "first"),
+        ("messages", "tools[0].function.parameters", "tools[0].input_schema"),
+        ("input", "messages[2].tool_calls[1].tool_call_id", "input[1].call_id"),
+        ("input", "tools[0].function.parameters", "tools[0].parameters"),
+        ("input", "messages", "input"),
+    ],
+)
+def test_a_refusal_names_the_routes_own_fields(others, said, own):
+    error = placed(Refusal(f"{said} is none", param=said), [-1, 0, 1], "first", others)
+    assert error.param == own
+    assert error.message == f"{own if said != 'messages' else said} is none"
 
 
 def test_the_chat_route_reads_tools_and_turns():
