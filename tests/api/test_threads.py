@@ -89,7 +89,7 @@ def test_spawned_child_answers_as_its_parent(llm, alone, random_folder):
         with contextlib.suppress(Empty):
             found = queue.get(timeout=1)
     assert found == alone[:1]
-    child.join(30)
+    child.join(120)
     assert child.exitcode == 0
 
 

@@ -13,7 +13,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -269,12 +268,10 @@ def start(argv, tmp_path, *how):
 
 
 def ended(process, number):
-    """Send a signal; what the process wrote since, long before the minute is over."""
+    """Send a signal; what the process wrote since, long before its work is over."""
     try:
         process.send_signal(number)
-        began = time.monotonic()
-        out, err = process.communicate(timeout=60)
-        assert time.monotonic() - began < 30
+        out, err = process.communicate(timeout=50)
     finally:
         process.kill()
     assert process.returncode == 128 + number, err
@@ -285,7 +282,7 @@ def ended(process, number):
 def test_signal_between_two_forwards_of_a_process(random_folder, tmp_path):
     argv = ["generate", PROMPTS[0], "--watch", "--watch-delay", "60", "--model", random_folder]
     process = start(argv, tmp_path)
-    line = process.stdout.readline()  # the first frame: now it sleeps for a minute
+    line = process.stdout.readline()  # the first frame: now it sleeps
     out, err = ended(process, signal.SIGTERM)
     assert re.fullmatch(r"forward   1 \|.*\|\n", line)
     assert re.search(r"\d+ tokens?, 1 forward,", out)
@@ -297,13 +294,13 @@ def test_signal_between_two_forwards_of_a_process(random_folder, tmp_path):
 
 @pytest.fixture
 def deaf_strategy(tmp_path):
-    """Flags for a strategy whose tracing takes a minute in C, deaf to everything."""
+    """Flags for a strategy whose tracing takes minutes in C, deaf to everything."""
     path = tmp_path / "slow.py"
     path.write_text(
         "import hashlib, sys\n"
         "def step(forward, state):\n"
         "    print('tracing', file=sys.stderr, flush=True)\n"
-        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)\n"
+        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 2 * 10**9)\n"
     )
     return ["--strategy", f"{path}:step", "--block-size", "8", "--buffer-size", "2"]
 
@@ -328,14 +325,12 @@ def test_second_interrupt_ends_a_chat_that_compiles(random_folder, tmp_path, dea
     process.send_signal(signal.SIGINT)  # which stops the answer, once compiling is over
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=3)
-    began = time.monotonic()
     ended(process, signal.SIGINT)
-    assert time.monotonic() - began < 10
 
 
 @pytest.mark.slow
 def test_signal_in_the_middle_of_a_chunk(model, random_folder, tmp_path):
-    # Waiting for the sixteenth chunk takes a minute in C: the text so far comes from elsewhere.
+    # Waiting for the sixteenth chunk takes minutes in C: the text so far comes from elsewhere.
     code = (
         "import hashlib, sys\n"
         "from dllm_jax.engine import engine\n"
@@ -347,7 +342,7 @@ def test_signal_in_the_middle_of_a_chunk(model, random_folder, tmp_path):
         "    calls.append(1)\n"
         "    if len(calls) == 16:\n"
         "        print('stuck', file=sys.stderr, flush=True)\n"
-        "        hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)\n"
+        "        hashlib.pbkdf2_hmac('sha256', b'', b'', 2 * 10**9)\n"
         "    return fetch(device, chunk)\n"
         "ModelRunner.fetch = stuck\n"
         "sys.exit(main())\n"
@@ -378,7 +373,7 @@ def test_process_that_ends_with_a_forward_in_flight_ends_well(tmp_path):
         "begin()\n"
     )
     process = start([code], tmp_path, "-c")
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (0, "")
 
 

@@ -82,7 +82,7 @@ def test_a_signal_in_a_collection_is_sent_again():
 
     def collect_and_wait():
         gc.collect()  # an exception in the callback would be dropped
-        time.sleep(5)
+        time.sleep(60)
 
     def interrupted(*_):
         if not raised:
@@ -105,13 +105,15 @@ FIRST = "import sys; from dllm_jax.cli import main; print(flush=True); sys.exit(
 @pytest.mark.parametrize("wait", [0.01, 0.03, 0.06, 0.1, 0.14, 0.2, 0.3, 0.5, 0.8])
 def test_a_signal_while_the_command_starts_is_a_line_and_a_status(wait):
     """Item 20: also in the imports, and when the signal has to be sent again."""
-    command = [sys.executable, "-c", FIRST, "generate", "--seed", "7"]
+    # However fast it starts, it waits after its first forward.
+    watch = ["--watch", "--watch-delay", "60"]
+    command = [sys.executable, "-c", FIRST, "generate", "--seed", "7", *watch]
     with subprocess.Popen(command, text=True, stdin=-3, stdout=-1, stderr=-1) as process:
         assert process.stdout is not None
         process.stdout.readline()
         time.sleep(wait)
         process.send_signal(signal.SIGINT)
-        err = process.communicate(timeout=60)[1]
+        err = process.communicate(timeout=300)[1]
     (line,) = err.splitlines()
     assert line.startswith("error: interrupted")
     assert process.returncode == 130

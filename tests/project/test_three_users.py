@@ -161,8 +161,8 @@ def test_an_operator(run, server, tmp_path):
     assert post(routes[0], **chat)["choices"] == answer["choices"]
     metrics = ask("GET", "/metrics").decode()
     assert "dllm_generation_tokens_total" in metrics
-    assert within(20, lambda: server.lines("stats"))
+    assert within(lambda: server.lines("stats"))
     post("/drain", key="admin")
-    assert server.process.wait(30) == 0
+    assert server.ended() == 0
     events = [json.loads(line)["event"] for line in server.log.read_text().splitlines()]
     assert {"listening", "start", "ready", "request", "stats", "draining", "exit"} <= {*events}

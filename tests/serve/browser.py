@@ -70,7 +70,7 @@ class Browser:
         if self._session:
             message["sessionId"] = self._session
         os.write(self._out, json.dumps(message).encode() + b"\0")
-        for reported in self._messages(60):
+        for reported in self._messages(120):
             if reported.get("id") == number:
                 assert "error" not in reported, (method, reported["error"])
                 return reported["result"]
@@ -141,7 +141,7 @@ class Browser:
         assert "exceptionDetails" not in reported, (script, reported["exceptionDetails"])
         return reported["result"].get("value")
 
-    def wait(self, condition, seconds=20):
+    def wait(self, condition, seconds=120):
         """Until an expression is true."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -180,7 +180,7 @@ class Browser:
         """End the browser."""
         self._process.terminate()
         try:
-            self._process.wait(10)
+            self._process.wait(60)
         finally:
             self._process.kill()
             os.close(self._in)

@@ -18,6 +18,7 @@ PROGRAMS = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
 }
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+PATIENCE_S = 120  # what takes 20 ms alone has taken seconds on a machine that had other work
 
 
 class Server:
@@ -37,13 +38,9 @@ class Server:
         self.port = int(self._first_line()["url"].rsplit(":", 1)[1])
 
     def _first_line(self):
-        for _ in range(600):
-            for line in self.lines():
-                if line["event"] == "listening":
-                    return line
-            if self.process.poll() is not None:
-                break
-            time.sleep(0.02)
+        within(lambda: self.lines("listening") or self.process.poll() is not None)
+        for line in self.lines("listening"):
+            return line
         raise RuntimeError(self.log.read_text())
 
     def lines(self, event=None):
@@ -55,16 +52,14 @@ class Server:
         return [one for one in found if event in (None, one["event"])]
 
     def wait_ready(self, seconds=240):
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            if self.get("/health")[0] == 200:
-                return self
-            if self.process.poll() is not None:
-                break
-            time.sleep(0.05)
+        def settled():
+            return self.process.poll() is not None or self.get("/health")[0] == 200
+
+        if within(settled, seconds) and self.process.poll() is None:
+            return self
         raise RuntimeError(f"not ready: {self.log.read_text()}")
 
-    def request(self, method, path, body=None, headers=None, timeout=60):
+    def request(self, method, path, body=None, headers=None, timeout=PATIENCE_S):
         """Status, body (JSON where it is), headers."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
         headers = dict(headers or {})
@@ -99,15 +94,15 @@ class Server:
         """A raw connection on which a request was sent."""
         data = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        sock = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        sock = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
         sock.sendall(head.encode() + f"content-length: {len(data)}\r\n\r\n".encode() + data)
         return sock
 
     def raw(self, *parts, pause=0.05):
         """What comes back for bytes in several writes, until the server closes."""
         data = b""
-        address = "127.0.0.1", self.port
-        with contextlib.suppress(ConnectionError), socket.create_connection(address, 30) as sock:
+        where = ("127.0.0.1", self.port), PATIENCE_S
+        with contextlib.suppress(ConnectionError), socket.create_connection(*where) as sock:
             for i, part in enumerate(parts):
                 time.sleep(pause if i else 0)
                 sock.sendall(part)
@@ -117,7 +112,7 @@ class Server:
 
     def stream(self, path, body, delay=0.0):
         """The raw body of a stream, read at once or slowly."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         data = json.dumps({**body, "stream": True}).encode()
         connection.request("POST", path, data, {"content-type": "application/json"})
         answer = connection.getresponse()
@@ -146,12 +141,16 @@ class Server:
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return int(path.read_text().split()[0])
 
-    def stop(self, number=signal.SIGTERM, seconds=30):
+    def ended(self):
+        """The exit status, once it has ended."""
+        return self.process.wait(PATIENCE_S)
+
+    def stop(self, number=signal.SIGTERM):
         """Signal it; the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
-            return self.process.wait(seconds)
+            return self.ended()
         finally:
             if self.process.poll() is None:
                 self.process.kill()
@@ -188,8 +187,8 @@ def gone(pid):
     return state == "Z"
 
 
-def within(seconds, condition):
-    """Whether a condition comes true in time."""
+def within(condition, seconds=PATIENCE_S):
+    """Whether a condition comes true; ask only for what stays true until the test goes on."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if condition():

@@ -24,14 +24,14 @@ FOLDER = Path(__file__).resolve().parents[2] / "dllm_jax" / "builtin" / "tiny-sd
 STEP_S = 0.004
 A_STEP = 4  # words a step
 # Seeds that ask for something else than words.
-DIES, HANGS, FAILS, RAISES, SLEEPS, REFUSED = 101, 102, 103, 104, 105, 106
+DIES, HANGS, FAILS, RAISES, SLEEPS, REFUSED, WAITS = 101, 102, 103, 104, 105, 106, 107
 
 
 class Script:
-    """`word0 word1 ...`, four words a step, all requests at once."""
+    """`word0 word1 ...`, four words a step, all requests at once.
 
-    def __init__(self, max_model_len, step_s, tokenizer=None, settings=None):
-        self._most, self._step_s = max_model_len, step_s
+    def __init__(self, max_model_len, step_s, tokenizer=None, settings=None, may_end=None):
+        self._most, self._step_s, self.may_end = max_model_len, step_s, may_end
         self._tokenizer, self._settings = tokenizer, settings or {}
         self._live = {}
         self._ended = []
@@ -76,7 +76,7 @@ class Script:
                 os._exit(9)
             if seed == RAISES:
                 raise RuntimeError("the script raises")
-            if seed == HANGS and live.done:
+            if live.done and (seed == HANGS or (seed == WAITS and not self.may_end())):
                 continue
             if seed == SLEEPS and live.done:
                 time.sleep(0.3)
@@ -140,14 +140,16 @@ class Script:
 
 
 def make(settings, progress):
-    """The engine of `settings`, after `slow` seconds."""
+    """The engine of `settings`; with a `gate`, starting and WAITS wait until that file exists."""
     from dllm_jax.loading.tokenizer import read_tokenizer
     from dllm_jax.serve.child import Served, Start
 
     progress(1, 2)
     if isinstance(progress, Start):
         progress.phase("load", 0.0, source="scripted")
-    time.sleep(settings.get("slow", 0))
+    gate = Path(settings.get("gate", FOLDER))
+    while settings.get("slow") and not gate.exists():
+        time.sleep(0.01)
     if settings.get("broken"):
         print("a line of the engine's own", file=sys.stderr)
         raise ValueError("the script does not start; mend it")
@@ -172,7 +174,7 @@ def make(settings, progress):
     )
     tokenizer = read_tokenizer(FOLDER)
     step_s = settings.get("step_s", STEP_S)
-    script = Script(facts.max_model_len, step_s, tokenizer, settings)
+    script = Script(facts.max_model_len, step_s, tokenizer, settings, gate.exists)
 
     def request(ids, suffix, fields):
         return Request(prompt_token_ids=ids, **fields)

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tests.serve import scripted as script
-from tests.serve.driving import TEXT, scripted, within
+from tests.serve.driving import PATIENCE_S, TEXT, scripted, within
 
 LIVE = b"GET /live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 HIDDEN = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -24,13 +24,13 @@ OFFERS = {
     "twice": (b"Connection: Upgrade", b"Upgrade: TLS/1.2", b"Upgrade: h2c"),
 }
 CHUNKED = b"transfer-encoding: chunked"
-MOST, HEAD_S = 4, 1.0
+MOST = 4
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    few = {"max_connections": MOST, "head_timeout": HEAD_S}
-    with scripted(tmp_path_factory.mktemp("server"), limits=few) as one:
+    patient = {"max_connections": MOST, "head_timeout": 2 * PATIENCE_S}
+    with scripted(tmp_path_factory.mktemp("server"), limits=patient) as one:
         yield one
 
 
@@ -164,7 +164,7 @@ def test_item_4_a_stream_before_http_1_1_has_no_chunk_sizes(server, version):
 
 
 def connect(server):
-    return socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    return socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)
 
 
 def test_item_3_silent_connections_make_room(server):
@@ -172,21 +172,19 @@ def test_item_3_silent_connections_make_room(server):
     for one in held[::2]:
         with contextlib.suppress(ConnectionError):
             one.sendall(b"GET /live HTTP/1.1\r\nx: ")
-    started = time.monotonic()
-    assert server.get("/live")[0] == server.get("/v1/models")[0] == 200
-    assert time.monotonic() - started < 0.8 * HEAD_S + 2
-    time.sleep(0.1)
+    assert server.get("/live")[0] == server.get("/v1/models")[0] == 200  # long before their time
+
+    def is_open(one):
+        with contextlib.suppress(ConnectionError):
+            try:
+                return one.recv(1) != b""
+            except TimeoutError:
+                return True
+
     with contextlib.ExitStack() as stack:
         for one in held:
             stack.enter_context(one).settimeout(0.01)
-        open_ = 0
-        for one in held:
-            with contextlib.suppress(ConnectionError):
-                try:
-                    open_ += one.recv(1) != b""
-                except TimeoutError:
-                    open_ += 1
-    assert open_ <= MOST
+        assert within(lambda: sum(map(is_open, held)) <= MOST)
 
 
 def test_item_3_places_are_kept_for_probes(server):
@@ -200,28 +198,23 @@ def test_item_3_places_are_kept_for_probes(server):
         status, reported, _ = server.get("/v1/models")
         assert (status, reported["error"]["code"]) == (503, "too_many_connections")
         assert statuses(server.raw(head(sized(BODY)) + BODY)) == [503]
-    assert within(20, lambda: server.get("/v1/models")[0] == 200)
+    assert within(lambda: server.get("/v1/models")[0] == 200)
 
 
-def test_item_3_heads_have_a_time_limit(server):
-    started = time.monotonic()
-    with connect(server) as silent, connect(server) as slow:
-        slow.sendall(b"GET /live HTTP/1.1\r\nx: ")
-        slow.settimeout(0.05)
-        data = b""
-        while time.monotonic() - started < 20 and not data:
-            with contextlib.suppress(TimeoutError):
-                slow.sendall(b"a")
-                data = slow.recv(4096)
-        assert silent.recv(1) == b""
-    assert HEAD_S < time.monotonic() - started < 10
-    assert statuses(data) == [408]
-    with connect(server) as one:  # the limit is of each head, whatever came before
-        one.sendall(HIDDEN)
-        assert statuses(one.recv(65536)) == [200]
-        one.sendall(b"GET /live HT")
-        data = b""
-        with contextlib.suppress(ConnectionError):
-            while piece := one.recv(65536):
-                data += piece
+def test_item_3_heads_have_a_time_limit(tmp_path):
+    limit_s = 1.0
+    with scripted(tmp_path, limits={"head_timeout": limit_s}) as server:
+        started = time.monotonic()
+        with connect(server) as silent, connect(server) as slow:
+            slow.sendall(b"GET /live HTTP/1.1\r\nx: ")
+            slow.settimeout(0.05)
+            data = b""
+            while not data:
+                with contextlib.suppress(TimeoutError):
+                    slow.sendall(b"a")
+                    data = slow.recv(4096)
+            assert silent.recv(1) == b""
+        assert time.monotonic() - started > limit_s
         assert statuses(data) == [408]
+        # The limit is of each head, whatever came before.
+        assert statuses(server.raw(HIDDEN + b"GET /live HT")) == [200, 408]

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.serve import scripted as script
-from tests.serve.driving import CHAT, TEXT, gone, scripted, text_of, within
+from tests.serve.driving import CHAT, PATIENCE_S, TEXT, gone, scripted, text_of, within
 
 pytestmark = pytest.mark.long
 
@@ -91,10 +91,8 @@ def test_a_slow_reader_gets_the_same_text(server, delay):
 
 def test_a_reader_that_sleeps_delays_nobody(server):
     with server.open(CHAT, {**MESSAGES, "max_tokens": 4000, "stream": True}):
-        started = time.monotonic()
         assert text_of(server.events(CHAT, {**MESSAGES, "max_tokens": 64})) == WORDS
-        assert time.monotonic() - started < 20
-    assert within(20, lambda: idle(server))
+    assert within(lambda: idle(server))
 
 
 def test_denoise_frames_are_chunks_without_choices(server):
@@ -119,11 +117,11 @@ def test_denoise_streams_are_limited_and_need_a_stream(server):
     body = {**LONG, "stream": True, "stream_mode": "denoise"}
     with server.open(CHAT, body) as first, server.open(CHAT, body) as second:
         assert b"200 OK" in first.recv(4096) + second.recv(4096)
-        assert within(20, lambda: server.metric("dllm_streams_open") == 2)
+        assert within(lambda: server.metric("dllm_streams_open") == 2)
         status, told, headers = server.post(CHAT, body)
         assert (status, told["error"]["code"]) == (429, "denoise_busy")
         assert 1 <= int(headers["retry-after"]) <= 30
-    assert within(20, lambda: idle(server))
+    assert within(lambda: idle(server))
     status, told, _ = server.chat(stream_mode="denoise")
     assert (status, told["error"]["param"]) == (400, "stream_mode")
 
@@ -168,7 +166,7 @@ def test_the_engines_refusal_is_a_400_before_the_headers(server):
         assert (status, told["error"]["param"]) == (400, "seed")
     status, told, _ = server.complete(["a", "b"], seed=script.REFUSED)
     assert status == 400
-    assert within(20, lambda: idle(server))
+    assert within(lambda: idle(server))
 
 
 def test_a_suffix_is_refused_where_nothing_is_filled_in(server):
@@ -294,7 +292,7 @@ HEAD = "GET /version HTTP/1.1\r\nhost: localhost\r\n"
     ids=range(10),
 )
 def test_malformed_http_is_an_error_object(server, sent, status, code):
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as sock:
         with contextlib.suppress(ConnectionError):
             sock.sendall(sent.encode())
         data = b""
@@ -337,7 +335,7 @@ def test_log_lines_hold_counts_and_no_text(server):
     def logged():
         return [one for one in server.lines("request") if one["request_id"] == "logged"]
 
-    assert within(20, logged)  # the line follows the answer
+    assert within(logged)  # the line follows the answer
     (line,) = logged()
     assert (line["traceparent"], line["completion_tokens"], line["finish"]) == (trace, 8, "length")
     assert {"prompt_tokens", "nfe", "queue_ms", "ttfb_ms", "e2e_ms", "peer"} <= line.keys()
@@ -363,18 +361,18 @@ def test_metrics_count_what_was_served(server):
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_slot(server, stream):
     with server.open(CHAT, {**LONG, "stream": stream}):
-        assert within(20, lambda: not idle(server))
-    assert within(20, lambda: idle(server))
+        assert within(lambda: not idle(server))
+    assert within(lambda: idle(server))
 
 
 def test_a_full_queue_is_429(tmp_path):
     with scripted(tmp_path, settings={"num_slots": 1}, limits={"max_waiting": 1}) as server:
         with server.open(CHAT, LONG), server.open(CHAT, LONG):
-            assert within(20, lambda: server.metric("dllm_num_requests_running") == 2)
+            assert within(lambda: server.metric("dllm_num_requests_running") == 2)
             status, told, headers = server.chat()
             assert (status, told["error"]["code"]) == (429, "queue_full")
             assert 1 <= int(headers["retry-after"]) <= 30
-        assert within(20, lambda: idle(server))
+        assert within(lambda: idle(server))
         assert server.chat(max_tokens=4)[0] == 200
         status, told, _ = server.complete(["a"] * 65, n=2)
         assert (status, told["error"]["param"]) == (400, "n")
@@ -410,21 +408,23 @@ def test_pages_of_named_origins_may_call(tmp_path):
 
 @pytest.mark.slow
 def test_states_while_the_engine_starts(tmp_path):
-    with scripted(tmp_path, settings={"slow": 4.0}) as server:
-        assert within(20, lambda: server.get("/health")[1].get("done") == 1)
+    gate = tmp_path / "gate"
+    with scripted(tmp_path, settings={"slow": True, "gate": str(gate)}) as server:
+        assert within(lambda: server.get("/health")[1].get("done") == 1)
         status, told, _ = server.get("/health")
         assert (status, told) == (503, {"status": "starting", "done": 1, "of": 2})
         assert server.get("/live")[0] == 200
         status, told, headers = server.chat()
         assert (status, told["error"]["code"]) == (503, "starting")
         assert "retry-after" in headers
-        assert within(30, lambda: server.get("/health")[0] == 200)
+        gate.touch()
+        assert within(lambda: server.get("/health")[0] == 200)
         assert server.get("/health")[1] == {"status": "ready"}
 
 
 def test_an_engine_that_does_not_start_is_exit_1(tmp_path):
     with scripted(tmp_path, settings={"broken": True}, restart_engine=3) as server:
-        assert server.process.wait(20) == 1
+        assert server.ended() == 1
         own, error, end = server.lines()[-3:]
         assert (own["event"], own["said"]) == ("stderr", "a line of the engine's own")
         assert (error["event"], error["said"]) == ("error", "the script does not start; mend it")
@@ -438,20 +438,15 @@ def test_the_death_of_the_engine(tmp_path):
         with ThreadPoolExecutor(3) as pool:
             stream = pool.submit(server.stream, CHAT, LONG)
             whole = pool.submit(server.chat, **LONG)
-            assert within(20, lambda: server.metric("dllm_num_requests_running") == 2)
+            assert within(lambda: server.metric("dllm_num_requests_running") == 2)
             os.kill(child, signal.SIGKILL)
-            killed = time.monotonic()
             data = stream.result()[1]
             status, told, _ = whole.result()
-            assert time.monotonic() - killed < 10
-            health = server.get("/health")
-            live = server.get("/live")
         assert json.loads(data.split(b"\n\n")[-3].removeprefix(b"data: "))["error"]["code"]
         assert data.endswith(b"data: [DONE]\n\n")
         assert (status, told["error"]["code"]) == (503, "engine_failed")
-        assert (health[0], health[1]["status"], live[0]) == (503, "failed", 503)
-        assert "SIGKILL" in health[1]["reason"]
-        assert server.process.wait(10) == 1
+        assert server.ended() == 1
+        assert "SIGKILL" in server.lines("exit")[-1]["reason"]
 
 
 def test_a_request_that_ends_the_engine_ends_with_an_error(tmp_path):
@@ -462,32 +457,32 @@ def test_a_request_that_ends_the_engine_ends_with_an_error(tmp_path):
         assert server.metric("dllm_request_faults_total") > 0
         status, told, _ = server.chat(max_tokens=64, seed=script.DIES)
         assert (status, told["error"]["code"]) == (503, "engine_failed")
-        assert server.process.wait(10) == 1
+        assert server.ended() == 1
 
 
 def test_an_engine_is_replaced(tmp_path):
     with scripted(tmp_path, restart_engine=1, stall_timeout=0.3) as server:
         assert server.chat(max_tokens=64)[0] == 200
         with server.open(CHAT, LONG):  # issue 45, item 5: a stopped engine is seen
-            assert within(20, lambda: not idle(server))
-            time.sleep(0.5)
-            assert server.get("/health")[1]["status"] == "ready"  # it steps, if without a text
+            assert within(lambda: not idle(server))
+            time.sleep(0.5)  # it steps, if without a text
+            assert within(lambda: server.get("/health")[1]["status"] == "ready")
             os.kill(server.child(), signal.SIGSTOP)
-            assert within(20, lambda: server.get("/health")[1]["status"] == "stalled")
+            assert within(lambda: server.get("/health")[1]["status"] == "stalled")
             status, reported, _ = server.get("/health")
             assert (status, server.get("/live")[0]) == (503, 200)
             assert reported["seconds"] >= 0
             os.kill(server.child(), signal.SIGCONT)
-            assert within(20, lambda: server.get("/health")[0] == 200)
+            assert within(lambda: server.get("/health")[0] == 200)
         tokens = server.metric("dllm_generation_tokens_total")
         os.kill(server.child(), signal.SIGKILL)
-        assert within(20, lambda: server.get("/health")[0] == 503)
-        server.wait_ready(60)
+        assert within(lambda: server.lines("restart"))
+        server.wait_ready()
         assert server.chat(max_tokens=64)[0] == 200
         assert server.metric("dllm_generation_tokens_total") == tokens + 64
         assert server.metric("dllm_engine_restarts_total") == 1
         os.kill(server.child(), signal.SIGKILL)
-        assert server.process.wait(10) == 1
+        assert server.ended() == 1
 
 
 @pytest.mark.slow
@@ -495,24 +490,27 @@ def test_the_death_of_the_front(tmp_path):
     with scripted(tmp_path) as server:
         child = server.child()
         with server.open(CHAT, LONG):
-            assert within(20, lambda: server.metric("dllm_num_requests_running") == 1)
+            assert within(lambda: server.metric("dllm_num_requests_running") == 1)
             os.kill(server.process.pid, signal.SIGKILL)
-            assert within(20, lambda: gone(child))
+            assert within(lambda: gone(child))
 
 
 def test_sigterm_drains(tmp_path):
-    with scripted(tmp_path) as server, ThreadPoolExecutor(4) as pool:
-        body = {**MESSAGES, "max_tokens": 400}
+    gate = tmp_path / "gate"
+    settings = {"gate": str(gate)}
+    with scripted(tmp_path, settings=settings) as server, ThreadPoolExecutor(4) as pool:
+        body = {**MESSAGES, "max_tokens": 400, "seed": script.WAITS}
         running = [pool.submit(server.events, CHAT, body) for _ in range(4)]
-        assert within(20, lambda: server.metric("dllm_num_requests_running") == 4)
+        assert within(lambda: server.metric("dllm_num_requests_running") == 4)
         server.process.send_signal(signal.SIGTERM)
-        assert within(20, lambda: server.get("/health")[1]["status"] == "draining")
+        assert within(lambda: server.get("/health")[1]["status"] == "draining")
         assert server.get("/live")[0] == 200
         status, told, _ = server.chat()
         assert (status, told["error"]["code"]) == (503, "draining")
+        gate.touch()
         for one in running:
             assert text_of(one.result()).count("word") == 400
-        assert server.process.wait(10) == 0
+        assert server.ended() == 0
 
 
 @pytest.mark.slow
@@ -520,22 +518,22 @@ def test_sigterm_drains(tmp_path):
 def test_what_outlasts_the_drain_is_told(tmp_path, number, status):
     with scripted(tmp_path, drain_timeout=0.3) as server, ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.stream, CHAT, LONG)
-        assert within(20, lambda: server.metric("dllm_num_requests_running") == 1)
+        assert within(lambda: server.metric("dllm_num_requests_running") == 1)
         child = server.child()
         server.process.send_signal(number)
-        data = running.result(10)[1]
+        data = running.result()[1]
         assert b'"error"' in data
         assert data.endswith(b"data: [DONE]\n\n")
-        assert server.process.wait(10) == status
+        assert server.ended() == status
         assert gone(child)
 
 
 def test_a_second_signal_does_not_wait(tmp_path):
     with scripted(tmp_path, drain_timeout=60) as server, server.open(CHAT, LONG):
-        assert within(20, lambda: server.metric("dllm_num_requests_running") == 1)
+        assert within(lambda: server.metric("dllm_num_requests_running") == 1)
         child = server.child()
         server.process.send_signal(signal.SIGINT)
-        assert within(20, lambda: server.get("/health")[1]["status"] == "draining")
+        assert within(lambda: server.get("/health")[1]["status"] == "draining")
         server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(20) == 130
-        assert within(20, lambda: gone(child))
+        assert server.ended() == 130
+        assert within(lambda: gone(child))

@@ -45,9 +45,9 @@ def test_a_refused_command_line_is_a_line_of_the_log_too(capsys):
 def test_a_start_its_restart_its_throughput_and_its_exit(tmp_path):
     with scripted(tmp_path, restart_engine=1, log_stats_every=0.1) as server:
         server.chat(max_tokens=400)
-        assert within(20, lambda: server.lines("stats"))
+        assert within(lambda: any(one["generated_tokens_per_s"] for one in server.lines("stats")))
         os.kill(server.child(), signal.SIGKILL)
-        assert within(20, lambda: len(server.lines("ready")) == 2)
+        assert within(lambda: len(server.lines("ready")) == 2)
         assert server.metric("dllm_kv_cache_pages") == 8
         assert server.stop() == 0
         lines = objects(server)
@@ -59,7 +59,6 @@ def test_a_start_its_restart_its_throughput_and_its_exit(tmp_path):
     assert by_event["start"]["phase"] == "load"
     assert by_event["ready"].keys() >= {"model", "family", "strategy", "num_slots", "seconds"}
     assert (by_event["restart"]["level"], by_event["restart"]["left"]) == ("warning", 0)
-    assert max(one["generated_tokens_per_s"] for one in server.lines("stats")) > 0
     end = by_event["exit"]
     assert (end["status"], end["reason"], end["restarts"]) == (0, "SIGTERM", 1)
 
@@ -97,7 +96,7 @@ def test_a_collector_gets_a_span_of_each_request(tmp_path):
             assert server.post("/v1/chat/completions", {}, headers)[0] == 400
             assert server.stop() == 0
         collector.shutdown()
-    good, bad = collector.spans
+    good, bad = sorted(collector.spans, key=lambda one: one.start_time_unix_nano)
     assert {one.trace_id.hex() for one in (good, bad)} == {TRACE}
     assert {one.parent_span_id.hex() for one in (good, bad)} == {PARENT}
     said = {one.key: one.value for one in good.attributes}

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -35,9 +34,7 @@ def command(*flags):
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     flags = ("builtin:tiny-sdar", "--max-num-seqs", "4", "--page-size", "32", "--no-warm-up")
-    started = time.monotonic()
     one = Server(command(*flags), folder / "log")
-    one.bound_s = time.monotonic() - started
     try:
         yield one.wait_ready()
     finally:
@@ -52,7 +49,7 @@ def llm():
 
 
 def test_the_port_is_bound_before_the_engine_is_there(server):
-    assert server.bound_s < 5  # 0.2 s on a quiet machine
+    assert [line["event"] for line in server.lines()][:2] == ["listening", "start"]
 
 
 CASES = {
@@ -154,16 +151,15 @@ def test_holes_within_the_first_window_are_filled_by_blocks(server, llm):
 
 
 def test_clients_that_leave_free_slots_and_pages(server):
-    # One text takes some 60 ms: 256 of them are at work however late this process looks.
-    body = {"prompt": PROMPTS[0], "max_tokens": 400, "ignore_eos": True, "n": 64}
+    # A text of 400 forwards takes some 0.3 s: 512 of them are at work however late this looks.
+    body = {"prompt": PROMPTS[0], "max_tokens": 400, "ignore_eos": True, "n": 128}
+    body |= {"strategy_overrides": {"accept_threshold": 1.0}}
     for stream in (True, False):
         with contextlib.ExitStack() as held:
             for _ in range(4):
                 held.enter_context(server.open(TEXT, {**body, "stream": stream}))
-            assert within(
-                90, lambda: server.metric("dllm_num_requests_running") == 4
-            )  # it may compile
-        assert within(20, lambda: server.metric("dllm_num_requests_running") == 0)
+            assert within(lambda: server.metric("dllm_num_requests_running") == 4)  # it may compile
+        assert within(lambda: server.metric("dllm_num_requests_running") == 0)
         assert server.metric("dllm_num_requests_waiting") == 0
         assert server.metric("dllm_kv_cache_usage_ratio") == 0
 
