@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracles.list_decoder import ACTIVE, DUMMY, IN_CACHE, TO_CACHE, Block, Result, Step
+from tests.oracles.list_decoder import ACTIVE, IN_CACHE, TO_CACHE, Asked, Block, Result
 
 CLOSE = 1e-5
 
@@ -57,39 +57,14 @@ def credit_decode(
     token: Any,
     prob: Any,
     rules: Rules,
-    *,
-    block_size: int,
-    buffer_size: int,
-    max_tokens: int,
-    mask_id: int,
-    vocab_size: int,
-    eos_ids: Sequence[int] = (),
-    max_model_len: int | None = None,
-    max_nfe: int | None = None,
+    **limits: Any,
 ) -> Credited:
     """Decodes one request greedily from a script."""
-    size, prompt_len = block_size, len(prompt)
-    limit = prompt_len + max_tokens
-    if max_model_len is not None:
-        limit = min(limit, max_model_len)
-    result = Credited()
+    asked, result = Asked(prompt=prompt, **limits), Credited()
     accounts: dict[int, Account] = {}
-    blocks: list[Block] = []
-    for start in range(0, prompt_len, size):
-        cells: list[int | None] = list(prompt[start : start + size])
-        status = IN_CACHE if len(cells) == size else ACTIVE
-        blocks.append(Block(start, cells + [None] * (size - len(cells)), status))
-
+    blocks = asked.blocks(Block)
     for said, sure in zip(token, prob, strict=True):
-        live = [block for block in blocks if block.status != IN_CACHE]
-        text = [cell for block in blocks for cell in block.cells][prompt_len:]
-        standing = any(cell in eos_ids for cell in text if cell is not None)
-        behind = not live or live[-1].progress() >= np.float32(rules.add)
-        start = len(blocks) * size
-        if behind and len(live) < buffer_size and start < limit and not standing:
-            blocks.append(Block(start, [None] * size, ACTIVE))
-            live.append(blocks[-1])
-
+        live = asked.live(blocks, lambda last: last.progress() >= np.float32(rules.add))
         stored = [block for block in live if block.status == TO_CACHE]
         writes: list[tuple[Block, int, int]] = []
         for slot, block in enumerate(live):
@@ -99,7 +74,7 @@ def credit_decode(
             grounds = {}
             for offset in block.holes():
                 position = block.start + offset
-                law = _law(int(said[position]), sure[position], mask_id, vocab_size)
+                law = _law(int(said[position]), sure[position], asked)
                 account = accounts.setdefault(position, Account())
                 _pay(account, law, rules, result)
                 winner, p = fused[offset] = _fuse(account, law, rules, result)
@@ -133,35 +108,20 @@ def credit_decode(
                 block.status = TO_CACHE
 
         result.nfe += 1
-        run: list[int] = []
-        for cell in [cell for block in blocks for cell in block.cells][prompt_len:limit]:
-            if cell is None:
-                break
-            run.append(cell)
-        stop = next((i for i, cell in enumerate(run) if cell in eos_ids), None)
-        if stop is not None:
-            run, result.finish_reason = run[:stop], "stop"
-        elif len(run) == limit - prompt_len:
-            result.finish_reason = "length"
-        elif max_nfe is not None and result.nfe >= max_nfe:
-            result.finish_reason = "nfe"
-        result.output = run
-        if result.finish_reason is not None:
-            result.steps.append(Step(None, None, None, len(writes)))
+        if asked.ends(result, asked.text(blocks), len(writes)):
             return result
         for block in stored:
             block.status = IN_CACHE
-        result.steps.append(_draw(blocks, buffer_size, size, mask_id, len(writes)))
+        result.steps.append(asked.draw(blocks, len(writes)))
     return result
 
 
-def _law(token: int, prob: float, mask_id: int, vocab_size: int) -> dict[int, float]:
+def _law(token: int, prob: float, asked: Asked) -> dict[int, float]:
     """This token with `prob`, the rest evenly on the others but the mask, as float32 has them."""
     p = np.float32(prob)
-    other = (np.float32(1) - p) / np.float32(vocab_size - 2)
-    return {
-        i: float(p if i == token else 0.0 if i == mask_id else other) for i in range(vocab_size)
-    }
+    other = (np.float32(1) - p) / np.float32(asked.vocab_size - 2)
+    law = {i: float(p if i == token else other) for i in range(asked.vocab_size)}
+    return law | {asked.mask_id: 0.0 if token != asked.mask_id else float(p)}
 
 
 def _by_probability(law: dict[int, float]) -> list[int]:
@@ -198,12 +158,3 @@ def _fuse(
     ahead = [logits[best] - logits[i] for i in known if i != best and logits[i] > -math.inf]
     result.undecided += any(0 < gap < CLOSE for gap in ahead)
     return best, math.exp(logits[best]) / total
-
-
-def _draw(blocks: list[Block], buffer_size: int, size: int, mask_id: int, new: int) -> Step:
-    live = [block for block in blocks if block.status != IN_CACHE]
-    tokens = [[mask_id if cell is None else cell for cell in block.cells] for block in live]
-    status = [block.status for block in live]
-    missing = buffer_size - len(live)
-    cached = (len(blocks) - len(live)) * size
-    return Step(cached, tokens + [[mask_id] * size] * missing, status + [DUMMY] * missing, new)

@@ -8,12 +8,12 @@ loop: blocks from the prompt's end on, no window, a latched "complete" state, at
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from tests.oracles.list_decoder import ACTIVE, DUMMY, IN_CACHE, TO_CACHE, Result, Step, law_of
+from tests.oracles.list_decoder import ACTIVE, IN_CACHE, TO_CACHE, Asked, Block, Result, law_of
 
 Cells = list[int | None]
 
@@ -57,18 +57,11 @@ def d2f_decode(
     add: float,
     semi: float,
     aligned: bool,
-    block_size: int,
-    buffer_size: int,
-    max_tokens: int,
-    mask_id: int,
-    vocab_size: int,
-    eos_ids: Sequence[int] = (),
-    max_model_len: int | None = None,
-    max_nfe: int | None = None,
+    **limits: Any,
 ) -> Result:
     """Decode one request greedily from a script."""
-    begin, result = len(prompt), Result()
-    limit = min(begin + max_tokens, max_model_len or begin + max_tokens)
+    asked, begin, result = Asked(prompt=prompt, **limits), len(prompt), Result()
+    block_size = asked.block_size
     origin = begin if aligned else begin - begin % block_size
     text: Cells = list(prompt)
     spans: list[Span] = []
@@ -77,8 +70,8 @@ def d2f_decode(
         text += [None] * (origin + block_size - begin)
     for row in zip(token, prob, strict=True):
         live = [span for span in spans if span.status != IN_CACHE]
-        ended = any(cell in eos_ids for cell in text[begin:] if cell is not None)
-        fits = len(live) < buffer_size and max(len(text), origin) < limit
+        ended = any(cell in asked.eos_ids for cell in text[begin:] if cell is not None)
+        fits = len(live) < asked.buffer_size and max(len(text), origin) < asked.limit
         if fits and not ended and (not live or live[-1].share(text) >= np.float32(add)):
             spans.append(Span(len(text), len(text) + block_size))
             text += [None] * block_size
@@ -89,7 +82,7 @@ def d2f_decode(
         for span, may in zip(live, forced[:-1], strict=True):
             if span.status == ACTIVE:
                 holes = span.holes(text)
-                written |= choose(holes, bool(may), accept, row, mask_id, vocab_size)
+                written |= choose(holes, bool(may), accept, row, asked.mask_id, asked.vocab_size)
         for position, chosen in written.items():
             text[position] = chosen
         committed = [span for span in live if span.status == TO_CACHE]
@@ -98,31 +91,14 @@ def d2f_decode(
                 break
             span.status = TO_CACHE
         result.nfe += 1
-        run = text[begin:limit]
-        run = run[: run.index(None)] if None in run else run
-        stop = next((i for i, cell in enumerate(run) if cell in eos_ids), None)
-        if stop is not None:
-            run, result.finish_reason = run[:stop], "stop"
-        elif len(run) == limit - begin:
-            result.finish_reason = "length"
-        elif result.nfe == max_nfe:
-            result.finish_reason = "nfe"
-        result.output = [cell for cell in run if cell is not None]
-        if result.finish_reason:
-            result.steps.append(Step(None, None, None, len(written)))
+        if asked.ends(result, text[begin:], len(written)):
             break
         for span in committed:
             span.status = IN_CACHE
         shown = [span for span in spans if span.status != IN_CACHE]
-        empty = buffer_size - len(shown)
+        drawn = asked.draw([Block(s.start, text[s.start : s.end], s.status) for s in shown], 0)
         start = shown[0].start if shown else spans[-1].end
-        tokens = [
-            [mask_id if cell is None else cell for cell in text[span.start : span.end]]
-            for span in shown
-        ]
-        tokens += [[mask_id] * block_size] * empty
-        status = [span.status for span in shown] + [DUMMY] * empty
-        result.steps.append(Step(start, tokens, status, len(written)))
+        result.steps.append(replace(drawn, start=start, new_tokens=len(written)))
     return result
 
 

@@ -13,24 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracles.list_decoder import ACTIVE, DUMMY, IN_CACHE, TO_CACHE, Law, Result, Step, law_of
+from tests.oracles.list_decoder import ACTIVE, IN_CACHE, TO_CACHE, Asked, Block, Law, Result
 
 Mixture = tuple[int, np.float32]  # a token, and its probability; the rest is the mask's
 
 
 @dataclass
-class SoftBlock:
+class SoftBlock(Block):
     """One block of the request, with what its cells show in the next forward."""
 
-    start: int
-    cells: list[int | None]
-    status: int
-    forwards: int = 0  # those it had while ACTIVE
     same_ratio: np.floating = field(default_factory=lambda: np.float32(0))
     soft: dict[int, Mixture] = field(default_factory=dict)
-
-    def holes(self) -> list[int]:
-        return [i for i, cell in enumerate(self.cells) if cell is None]
 
 
 @dataclass
@@ -90,47 +83,18 @@ def denoise(
 
 
 def dmax_decode(
-    rules: Rules,
-    prompt: Sequence[int],
-    token: Any,
-    prob: Any,
-    *,
-    block_size: int,
-    buffer_size: int,
-    max_tokens: int,
-    mask_id: int,
-    vocab_size: int,
-    eos_ids: Sequence[int] = (),
-    max_model_len: int | None = None,
-    max_nfe: int | None = None,
+    rules: Rules, prompt: Sequence[int], token: Any, prob: Any, **limits: Any
 ) -> SoftResult:
     """Decodes one request greedily from a script; see the module's words."""
-    size, prompt_len, result = block_size, len(prompt), SoftResult()
-    limit = prompt_len + max_tokens
-    if max_model_len is not None:
-        limit = min(limit, max_model_len)
-    blocks: list[SoftBlock] = []
-    for start in range(0, prompt_len, size):
-        cells: list[int | None] = list(prompt[start : start + size])
-        whole = len(cells) == size
-        cells += [None] * (size - len(cells))
-        blocks.append(SoftBlock(start, cells, IN_CACHE if whole else ACTIVE))
+    asked, result = Asked(prompt=prompt, **limits), SoftResult()
+    blocks = asked.blocks(SoftBlock)
 
-    for forward_token, forward_prob in zip(token, prob, strict=True):
-        # Open at most one block, from what the last step left.
-        live = [block for block in blocks if block.status != IN_CACHE]
-        text = [cell for block in blocks for cell in block.cells]
-        may = len(blocks) * size < limit and len(live) < buffer_size
-        if any(cell in eos_ids for cell in text[prompt_len:] if cell is not None):
-            may = False
-        if live:
-            done = np.float32((size - len(live[-1].holes())) / size)
-            may &= bool(done >= np.float32(rules.add))
-            may &= bool(live[-1].same_ratio >= np.float32(rules.stability))
-        if may:
-            blocks.append(SoftBlock(len(blocks) * size, [None] * size, ACTIVE))
-            live.append(blocks[-1])
+    def is_ready(last: SoftBlock) -> bool:
+        is_filled = last.progress() >= np.float32(rules.add)
+        return bool(is_filled and last.same_ratio >= np.float32(rules.stability))
 
+    for row in zip(token, prob, strict=True):
+        live = asked.live(blocks, is_ready)
         result.shown.append(
             {
                 block.start + i: mixture
@@ -144,11 +108,8 @@ def dmax_decode(
         for block in live:
             if block.status != ACTIVE:
                 continue
-            where = range(block.start, block.start + size)
-            laws = [
-                law_of(int(forward_token[p]), forward_prob[p], mask_id, vocab_size) for p in where
-            ]
-            ready, count = denoise(block, laws, rules, prompt_len, limit)
+            laws = [asked.law(row, block.start + i) for i in range(len(block.cells))]
+            ready, count = denoise(block, laws, rules, len(prompt), asked.limit)
             filled += count
             leading &= ready
             if leading:
@@ -156,30 +117,11 @@ def dmax_decode(
 
         # Only what leaves is settled: the rest may still be rewritten.
         result.nfe += 1
-        left = [block for block in blocks if block.status in (TO_CACHE, IN_CACHE)]
-        run = [cell for block in left for cell in block.cells][prompt_len:limit]
-        assert None not in run
-        stop = next((i for i, cell in enumerate(run) if cell in eos_ids), None)
-        if stop is not None:
-            run, result.finish_reason = run[:stop], "stop"
-        elif len(run) == limit - prompt_len:
-            result.finish_reason = "length"
-        elif max_nfe is not None and result.nfe >= max_nfe:
-            result.finish_reason = "nfe"
-        result.output = [cell for cell in run if cell is not None]
-        if result.finish_reason is not None:
-            result.steps.append(Step(None, None, None, filled))
+        left = asked.text([block for block in blocks if block.status in (TO_CACHE, IN_CACHE)])
+        assert None not in left[: asked.limit - len(prompt)]
+        if asked.ends(result, left, filled):
             return result
         for block in stored:
             block.status = IN_CACHE
-        result.steps.append(_draw(blocks, buffer_size, size, mask_id, filled))
+        result.steps.append(asked.draw(blocks, filled))
     return result
-
-
-def _draw(blocks: list[SoftBlock], buffer_size: int, size: int, mask_id: int, new: int) -> Step:
-    live = [block for block in blocks if block.status != IN_CACHE]
-    spare = buffer_size - len(live)
-    tokens = [[mask_id if cell is None else cell for cell in block.cells] for block in live]
-    tokens += [[mask_id] * size for _ in range(spare)]
-    status = [block.status for block in live] + [DUMMY] * spare
-    return Step((len(blocks) - len(live)) * size, tokens, status, new)

@@ -15,23 +15,25 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracles.list_decoder import ACTIVE, DUMMY, IN_CACHE, TO_CACHE, Law, Result, Step, law_of
+from tests.oracles.list_decoder import (
+    ACTIVE,
+    IN_CACHE,
+    TO_CACHE,
+    Asked,
+    Block,
+    Law,
+    Result,
+    law_of,
+)
 
 
 @dataclass
-class EditBlock:
+class EditBlock(Block):
     """A block of the request, and what is remembered of it between forwards."""
 
-    start: int
-    cells: list[int | None]
-    status: int
     total_steps: int = 0
     post_edit_steps: int = 0
     memory: dict[str, Any] = field(default_factory=dict)
-
-    def progress(self) -> np.float32:
-        written = sum(cell is not None for cell in self.cells)
-        return np.float32(written / len(self.cells))
 
 
 @dataclass
@@ -81,7 +83,8 @@ def edit_decode(
         block.total_steps += 1
         return [writes.get(i, cell) for i, cell in enumerate(block.cells)], may_leave, [note]
 
-    return rewrite_decode(rewrite, prompt, token, prob, mask_id=mask_id, **how)
+    how |= {"mask_id": mask_id, "vocab_size": vocab_size}
+    return rewrite_decode(rewrite, prompt, token, prob, **how)
 
 
 def rewrite_decode(
@@ -91,38 +94,13 @@ def rewrite_decode(
     prob: Any,
     *,
     add_block_threshold: float,
-    block_size: int,
-    buffer_size: int,
-    max_tokens: int,
-    mask_id: int,
-    eos_ids: Sequence[int] = (),
-    max_model_len: int | None = None,
-    max_nfe: int | None = None,
+    **limits: Any,
 ) -> Edited:
     """Decodes one request greedily from a script, block by block as `rewrite` says."""
-    size, prompt_len = block_size, len(prompt)
-    limit = prompt_len + max_tokens
-    if max_model_len is not None:
-        limit = min(limit, max_model_len)
-    result = Edited()
-
-    blocks: list[EditBlock] = []
-    for start in range(0, prompt_len, size):
-        given: list[int | None] = list(prompt[start : start + size])
-        status = IN_CACHE if len(given) == size else ACTIVE
-        blocks.append(EditBlock(start, given + [None] * (size - len(given)), status))
-
+    asked, result = Asked(prompt=prompt, **limits), Edited()
+    size, blocks = asked.block_size, asked.blocks(EditBlock)
     for said, sure in zip(token, prob, strict=True):
-        # At most one block opens, from what the last forward left: never behind a stop that stands
-        # in the text now, never at or past the limit.
-        live = [block for block in blocks if block.status != IN_CACHE]
-        text = [cell for block in blocks for cell in block.cells][prompt_len:]
-        standing = any(cell in eos_ids for cell in text if cell is not None)
-        behind = not live or live[-1].progress() >= np.float32(add_block_threshold)
-        start = len(blocks) * size
-        if behind and len(live) < buffer_size and start < limit and not standing:
-            blocks.append(EditBlock(start, [None] * size, ACTIVE))
-            live.append(blocks[-1])
+        live = asked.live(blocks, lambda last: last.progress() >= np.float32(add_block_threshold))
 
         # Every decision is taken on what the forward saw.
         stored = [block for block in live if block.status == TO_CACHE]
@@ -132,12 +110,13 @@ def rewrite_decode(
             if block.status != ACTIVE:
                 continue
             heard = [(int(said[p]), sure[p]) for p in range(block.start, block.start + size)]
-            given, inside = (min(max(p - block.start, 0), size) for p in (prompt_len, limit))
+            ends = len(prompt), asked.limit
+            given, inside = (min(max(p - block.start, 0), size) for p in ends)
             cells, may_leave, notes = rewrite(block, heard, given, inside)
             for old, written in zip(block.cells, cells, strict=True):
                 new += old is None and written is not None
                 result.edits += old not in (None, written)
-                result.unsaid += old in eos_ids and old != written
+                result.unsaid += old in asked.eos_ids and old != written
             block.cells = cells
             result.notes.update(notes)
             if may_leave:
@@ -152,23 +131,13 @@ def rewrite_decode(
 
         result.nfe += 1
         # Only blocks that leave are settled: the others may still change.
-        kept = [cell for block in blocks if block.status != ACTIVE for cell in block.cells]
-        run = kept[prompt_len:limit]
-        stop = next((i for i, cell in enumerate(run) if cell in eos_ids), None)
-        if stop is not None:
-            run, result.finish_reason = run[:stop], "stop"
-        elif len(run) == limit - prompt_len:
-            result.finish_reason = "length"
-        elif max_nfe is not None and result.nfe >= max_nfe:
-            result.finish_reason = "nfe"
-        result.output = [cell for cell in run if cell is not None]
-        assert len(result.output) == len(run), "a block left with a hole before the limit"
-        if result.finish_reason is not None:
-            result.steps.append(Step(None, None, None, new))
+        kept = asked.text([block for block in blocks if block.status != ACTIVE])
+        assert None not in kept[: asked.limit - len(prompt)], "a block left with a hole"
+        if asked.ends(result, kept, new):
             return result
         for block in stored:
             block.status = IN_CACHE
-        result.steps.append(_draw(blocks, buffer_size, size, mask_id, new))
+        result.steps.append(asked.draw(blocks, new))
     return result
 
 
@@ -210,12 +179,3 @@ def _plan(
         if block.post_edit_steps > max_post_edit_steps:
             return {}, True, "spent"
     return {i: laws[i].token for i in fills + edits}, False, note
-
-
-def _draw(blocks: list[EditBlock], buffer_size: int, size: int, mask_id: int, new: int) -> Step:
-    live = [block for block in blocks if block.status != IN_CACHE]
-    tokens = [[mask_id if cell is None else cell for cell in block.cells] for block in live]
-    status = [block.status for block in live]
-    missing = buffer_size - len(live)
-    cached = (len(blocks) - len(live)) * size
-    return Step(cached, tokens + [[mask_id] * size] * missing, status + [DUMMY] * missing, new)

@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracles.list_decoder import Result, Step, law_of
-
-DUMMY, ACTIVE, TO_CACHE = 0, 1, 2  # as in strategies/core/state.py
+from tests.oracles.list_decoder import ACTIVE, DUMMY, TO_CACHE, Asked, Result, Step
 
 
 @dataclass(frozen=True)
@@ -43,39 +41,25 @@ def fast_dllm_v2_decode(
     token: Any,
     prob: Any,
     *,
-    block_size: int,
     sub_block_size: int,
     accept_threshold: float,
     use_block_cache: bool = True,
-    max_tokens: int,
-    mask_id: int,
-    vocab_size: int,
-    eos_ids: Sequence[int] = (),
-    max_model_len: int | None = None,
-    max_nfe: int | None = None,
+    **limits: Any,
 ) -> Decoded:
     """Decodes one request greedily from a script."""
-    limit = len(prompt) + max_tokens
-    if max_model_len is not None:
-        limit = min(limit, max_model_len)
-    result = Decoded()
+    asked, result = Asked(prompt=prompt, **limits), Decoded()
+    limit, block_size = asked.limit, asked.block_size
     text: list[int | None] = list(prompt)
     start = len(prompt) - len(prompt) % block_size  # what is before it is in the cache
     is_cached = False  # whether the block of `start` stands in the cache as it last was
     if len(text) > start:
         text += [None] * (start + block_size - len(text))
 
-    for forward_token, forward_prob in zip(token, prob, strict=True):
-
-        def law(
-            position: int, forward_token: Any = forward_token, forward_prob: Any = forward_prob
-        ):
-            return law_of(int(forward_token[position]), forward_prob[position], mask_id, vocab_size)
-
+    for row in zip(token, prob, strict=True):
         end = min(start + block_size, limit)
         new = 0
         if len(text) == start:  # a new block; the row before it tells its first token
-            text += [law(start).token] + [None] * (block_size - 1)
+            text += [asked.law(row, start).token] + [None] * (block_size - 1)
             new = 1
         holes = [p for p in range(start, end) if text[p] is None]
         was_whole = not holes and not new and None not in text[start:]
@@ -94,7 +78,7 @@ def fast_dllm_v2_decode(
             is_cached = True
             mine = [p for p in holes if p < sub_end]
             if mine:
-                laws = {p: law(p) for p in mine}
+                laws = {p: asked.law(row, p) for p in mine}
                 best = max(mine, key=lambda p: (laws[p].confidence, -p))
                 for p in mine:
                     if p == best or laws[p].confidence > np.float32(accept_threshold):
@@ -102,23 +86,12 @@ def fast_dllm_v2_decode(
                         new += 1
 
         result.nfe += 1
-        generated = text[len(prompt) : limit]
-        run = generated[: generated.index(None)] if None in generated else generated
-        stop = next((i for i, cell in enumerate(run) if cell in eos_ids), None)
-        if stop is not None:
-            run, result.finish_reason = run[:stop], "stop"
-        elif len(run) == limit - len(prompt):
-            result.finish_reason = "length"
-        elif max_nfe is not None and result.nfe >= max_nfe:
-            result.finish_reason = "nfe"
-        result.output = [cell for cell in run if cell is not None]
-        if result.finish_reason is not None:
-            result.steps.append(Step(None, None, None, new))
+        if asked.ends(result, text[len(prompt) :], new):
             break
         if was_whole:
             start, is_cached = start + block_size, False
-        shown = [mask_id if cell is None else cell for cell in text[start:]]
+        shown = [asked.mask_id if cell is None else cell for cell in text[start:]]
         status = DUMMY if not shown else ACTIVE if None in text[start:] else TO_CACHE
-        shown = shown or [mask_id] * block_size
+        shown = shown or [asked.mask_id] * block_size
         result.steps.append(Step(start, [shown], [status], new))
     return result

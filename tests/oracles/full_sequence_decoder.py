@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracles.list_decoder import Law, Result, Step, law_of
+from tests.oracles.list_decoder import ACTIVE, DUMMY, Asked, Block, Law, Result
 
-DUMMY, ACTIVE = 0, 1  # as in strategies/core/state.py
 EPS = 1e-3
 
 
@@ -82,8 +81,6 @@ def full_sequence_decode(
     token: Any,
     prob: Any,
     *,
-    block_size: int,
-    buffer_size: int,
     remasking: str,
     steps: int | None,
     block_length: int | None,
@@ -91,23 +88,16 @@ def full_sequence_decode(
     cache: str | None = None,
     cfg_scale: float = 0.0,
     uniform: Callable[[int, int], float] | None = None,
-    max_tokens: int,
-    mask_id: int,
-    vocab_size: int,
-    eos_ids: Sequence[int] = (),
-    max_model_len: int | None = None,
-    max_nfe: int | None = None,
+    **limits: Any,
 ) -> Decoded:
     """Decodes one request greedily from a script; with guidance a step reads two rows of it.
 
     Args:
         uniform: The number in [0, 1) drawn for (forward, position).
     """
-    limit = len(prompt) + max_tokens
-    if max_model_len is not None:
-        limit = min(limit, max_model_len)
+    asked, result = Asked(prompt=prompt, **limits), Decoded()
+    limit, mask_id, vocab_size = asked.limit, asked.mask_id, asked.vocab_size
     x: list[int | None] = [*prompt, *[None] * (limit - len(prompt))]
-    result = Decoded()
     forwards = iter(zip(token, prob, strict=True))
     for begin, end, is_first, i, share in _schedule(x, len(prompt), steps, block_length):
         forward = next(forwards, None)
@@ -115,7 +105,7 @@ def full_sequence_decode(
             return result
         result.passes.append(_pass(cache, begin, end, is_first, limit))
         holes = [p for p in range(begin, end) if x[p] is None]
-        laws = {p: law_of(int(forward[0][p]), forward[1][p], mask_id, vocab_size) for p in holes}
+        laws = {p: asked.law(forward, p) for p in holes}
         if cfg_scale:
             other = next(forwards)
             for p in holes:
@@ -147,10 +137,13 @@ def full_sequence_decode(
         for p in written:
             x[p] = laws[p].token
         result.nfe += 2 if cfg_scale else 1
-        if _ended(result, x, len(prompt), limit, eos_ids, max_nfe):
-            result.steps.append(Step(None, None, None, len(written)))
+        if asked.ends(result, x[len(prompt) :], len(written)):
             return result
-        result.steps.append(_draw(x, limit, block_size, buffer_size, mask_id, len(written)))
+        size = asked.block_size
+        cells = x + [None] * (size * asked.buffer_size - len(x))
+        starts = range(0, len(cells), size)
+        blocks = [Block(s, cells[s : s + size], ACTIVE if s < limit else DUMMY) for s in starts]
+        result.steps.append(asked.draw(blocks, len(written)))
     raise AssertionError("the text is full and the request goes on")
 
 
@@ -179,34 +172,3 @@ def _pass(cache: str | None, begin: int, end: int, is_first: bool, limit: int) -
     if cache == "prefix":
         return Pass(begin, limit, begin, 0)
     return Pass(begin, end, limit - (end - begin), 0)
-
-
-def _ended(
-    result: Result,
-    x: list[int | None],
-    prompt_len: int,
-    limit: int,
-    eos_ids: Sequence[int],
-    max_nfe: int | None,
-) -> bool:
-    text = x[prompt_len:]
-    run = text[: text.index(None)] if None in text else text
-    stop = next((i for i, cell in enumerate(run) if cell in eos_ids), None)
-    if stop is not None:
-        run, result.finish_reason = run[:stop], "stop"
-    elif len(run) == limit - prompt_len:
-        result.finish_reason = "length"
-    elif max_nfe is not None and result.nfe >= max_nfe:
-        result.finish_reason = "nfe"
-    result.output = [cell for cell in run if cell is not None]
-    return result.finish_reason is not None
-
-
-def _draw(
-    x: list[int | None], limit: int, block_size: int, buffer_size: int, mask_id: int, new: int
-) -> Step:
-    cells = [mask_id if cell is None else cell for cell in x]
-    cells += [mask_id] * (block_size * buffer_size - len(cells))
-    starts = range(0, block_size * buffer_size, block_size)
-    tokens = [cells[start : start + block_size] for start in starts]
-    return Step(0, tokens, [ACTIVE if start < limit else DUMMY for start in starts], new)

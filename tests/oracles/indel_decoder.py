@@ -163,4 +163,5 @@ def indel_decode(
         guesses = [guess(*one) for one in said]
         return rewritten(block.cells, block.memory["of"], guesses, given, inside, rules)
 
-    return rewrite_decode(rewrite, prompt, token, prob, mask_id=mask_id, **how)
+    how |= {"mask_id": mask_id, "vocab_size": vocab_size}
+    return rewrite_decode(rewrite, prompt, token, prob, **how)

@@ -3,16 +3,18 @@
 The oracle of `MultiBD` and `BlockDiffusion`, written apart from `strategies/`. A request is one
 growing Python list of blocks from position 0; a block is a list of cells, `None` where nothing is
 written yet. Nothing is ever shifted, so it cannot repeat a mistake of a sliding window; the window
-of a trace is only *drawn* from the list.
+of a trace is only *drawn* from the list. `Asked` is what the oracles of all strategies share: the
+limits of a request, blocks that open one by one, what is settled and how a request ends.
 
 A *script* stands for the model: `token[i][p]` and `prob[i][p]` say what forward `i` after prefill
 predicts at absolute position `p`.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -63,6 +65,93 @@ class Result:
     finish_reason: str | None = None
     nfe: int = 0
     undecided: int = 0
+
+
+B = TypeVar("B", bound=Block)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A request and its window."""
+
+    prompt: Sequence[int]
+    block_size: int
+    buffer_size: int = 1
+    max_tokens: int
+    mask_id: int
+    vocab_size: int
+    eos_ids: Sequence[int] = ()
+    max_model_len: int | None = None
+    max_nfe: int | None = None
+    max_run: int | None = None
+
+    @property
+    def limit(self) -> int:
+        """The position that the text must not reach."""
+        end = len(self.prompt) + self.max_tokens
+        return end if self.max_model_len is None else min(end, self.max_model_len)
+
+    def law(self, row: tuple[Any, Any], position: int) -> Law:
+        """What one forward of the script says at a position."""
+        return law_of(int(row[0][position]), row[1][position], self.mask_id, self.vocab_size)
+
+    def blocks(self, kind: type[B]) -> list[B]:
+        """Those of the prompt: whole ones are cached, its rest shares a block with the text."""
+        size, made = self.block_size, []
+        for start in range(0, len(self.prompt), size):
+            cells: list[int | None] = list(self.prompt[start : start + size])
+            status = IN_CACHE if len(cells) == size else ACTIVE
+            made.append(kind(start, cells + [None] * (size - len(cells)), status))
+        return made
+
+    def text(self, blocks: Sequence[Block]) -> list[int | None]:
+        """The cells behind the prompt."""
+        return [cell for block in blocks for cell in block.cells][len(self.prompt) :]
+
+    def live(self, blocks: list[B], is_ready: Callable[[B], Any]) -> list[B]:
+        """The blocks in the window, after at most one has opened from what the last step left.
+
+        None opens at or past the limit, nor behind a stop that stands in the text now.
+        """
+        live = [block for block in blocks if block.status != IN_CACHE]
+        start = len(blocks) * self.block_size
+        standing = any(cell in self.eos_ids for cell in self.text(blocks) if cell is not None)
+        fits = start < self.limit and not standing and len(live) < self.buffer_size
+        if fits and (not live or is_ready(live[-1])):
+            blocks.append(type(blocks[-1])(start, [None] * self.block_size, ACTIVE))
+            live.append(blocks[-1])
+        return live
+
+    def ends(self, result: Result, text: Sequence[int | None], new: int) -> bool:
+        """Keep what is settled of the text, and say whether the request ends with this step."""
+        room = self.limit - len(self.prompt)
+        settled = itertools.takewhile(lambda cell: cell is not None, text[:room])
+        run = [cell for cell in settled if cell is not None]
+        stop = next((i for i, cell in enumerate(run) if cell in self.eos_ids), None)
+        if stop is not None:
+            run, result.finish_reason = run[:stop], "stop"
+        elif len(run) == room:
+            result.finish_reason = "length"
+        elif self.max_nfe is not None and result.nfe >= self.max_nfe:
+            result.finish_reason = "nfe"
+        elif self.max_run is not None and _trailing_run(run) >= self.max_run:
+            result.finish_reason = "repetition"
+        result.output = run
+        if result.finish_reason is not None:
+            result.steps.append(Step(None, None, None, new))
+        return result.finish_reason is not None
+
+    def draw(self, blocks: Sequence[Block], new: int) -> Step:
+        """The window that a step leaves."""
+        live = [block for block in blocks if block.status != IN_CACHE]
+        tokens = [[self.mask_id if cell is None else cell for cell in b.cells] for b in live]
+        missing = self.buffer_size - len(live)
+        return Step(
+            (len(blocks) - len(live)) * self.block_size,
+            tokens + [[self.mask_id] * self.block_size] * missing,
+            [block.status for block in live] + [DUMMY] * missing,
+            new,
+        )
 
 
 # A rule: which of a block's holes are written now. `previous` is the block before it in the window,
@@ -161,54 +250,16 @@ def list_decode(
     token: Any,
     prob: Any,
     *,
-    block_size: int,
-    buffer_size: int,
     add_block_threshold: float = math.inf,
-    max_tokens: int,
-    mask_id: int,
-    vocab_size: int,
-    eos_ids: Sequence[int] = (),
-    max_model_len: int | None = None,
-    max_nfe: int | None = None,
-    max_run: int | None = None,
     result: Result | None = None,
+    **limits: Any,
 ) -> Result:
     """Decodes one request greedily from a script; see the module's words."""
-    size, prompt_len = block_size, len(prompt)
-    limit = prompt_len + max_tokens
-    if max_model_len is not None:
-        limit = min(limit, max_model_len)
+    asked = Asked(prompt=prompt, **limits)
     result = Result() if result is None else result
-
-    # Prefill: the prompt's whole blocks are cached; its rest shares a block with the first
-    # generated tokens.
-    blocks: list[Block] = []
-    for start in range(0, prompt_len, size):
-        cells: list[int | None] = list(prompt[start : start + size])
-        whole = len(cells) == size
-        cells += [None] * (size - len(cells))
-        blocks.append(Block(start, cells, IN_CACHE if whole else ACTIVE))
-
-    def generated() -> list[int | None]:
-        return [cell for block in blocks for cell in block.cells][prompt_len:]
-
-    def settled() -> list[int]:
-        run: list[int] = []
-        for cell in generated()[: limit - prompt_len]:
-            if cell is None:
-                break
-            run.append(cell)
-        return run
-
-    for forward_token, forward_prob in zip(token, prob, strict=True):
-        # Open at most one block, from what the last step left.
-        live = [block for block in blocks if block.status != IN_CACHE]
-        next_start = len(blocks) * size
-        terminal = any(cell in eos_ids for cell in generated() if cell is not None)
-        allowed = next_start < limit and not terminal and len(live) < buffer_size
-        if allowed and (not live or live[-1].progress() >= np.float32(add_block_threshold)):
-            blocks.append(Block(next_start, [None] * size, ACTIVE))
-            live.append(blocks[-1])
+    blocks = asked.blocks(Block)
+    for row in zip(token, prob, strict=True):
+        live = asked.live(blocks, lambda last: last.progress() >= np.float32(add_block_threshold))
 
         # The forward: every decision is taken on the state before any of this step's writes.
         stored = [block for block in live if block.status == TO_CACHE]
@@ -216,12 +267,7 @@ def list_decode(
         for slot, block in enumerate(live):
             if block.status != ACTIVE:
                 continue
-            laws = {}
-            for offset in block.holes():
-                position = block.start + offset
-                laws[offset] = law_of(
-                    int(forward_token[position]), forward_prob[position], mask_id, vocab_size
-                )
+            laws = {i: asked.law(row, block.start + i) for i in block.holes()}
             previous = live[slot - 1] if slot else None
             chosen = rule(block, previous, list(laws.items())) if laws else []
             writes += [(block, offset, laws[offset].token) for offset in chosen]
@@ -237,79 +283,32 @@ def list_decode(
                 block.status = TO_CACHE
 
         result.nfe += 1
-        run = settled()
-        stop = next((i for i, cell in enumerate(run) if cell in eos_ids), None)
-        if stop is not None:
-            run, result.finish_reason = run[:stop], "stop"
-        elif len(run) == limit - prompt_len:
-            result.finish_reason = "length"
-        elif max_nfe is not None and result.nfe >= max_nfe:
-            result.finish_reason = "nfe"
-        elif max_run is not None and _trailing_run(run) >= max_run:
-            result.finish_reason = "repetition"
-        result.output = run
-        if result.finish_reason is not None:
-            result.steps.append(Step(None, None, None, len(writes)))
+        if asked.ends(result, asked.text(blocks), len(writes)):
             return result
-
         for block in stored:
             block.status = IN_CACHE
-        result.steps.append(_draw(blocks, buffer_size, size, mask_id, len(writes)))
+        result.steps.append(asked.draw(blocks, len(writes)))
     return result
 
 
-def list_ar(
-    prompt: Sequence[int],
-    token: Any,
-    prob: Any,
-    *,
-    max_tokens: int,
-    mask_id: int,
-    vocab_size: int,
-    eos_ids: Sequence[int] = (),
-    max_model_len: int | None = None,
-    max_nfe: int | None = None,
-) -> Result:
+def list_ar(prompt: Sequence[int], token: Any, prob: Any, **limits: Any) -> Result:
     """One token after the other: the first is known after prefill, by row 0 as for forward 0.
 
     Forward `i` runs the last known token (the anchor), which enters the cache, and tells the next.
     Nothing is tested before the first forward has run.
     """
-    limit = len(prompt) + max_tokens
-    if max_model_len is not None:
-        limit = min(limit, max_model_len)
-    first = law_of(int(token[0][len(prompt)]), prob[0][len(prompt)], mask_id, vocab_size).token
-    text, result = [*prompt, first], Result()
-    for forward_token, forward_prob in zip(token, prob, strict=True):
+    asked = Asked(prompt=prompt, block_size=1, **limits)
+    rows = list(zip(token, prob, strict=True))
+    text, result = [*prompt, asked.law(rows[0], len(prompt)).token], Result()
+    for row in rows:
         end = len(text)
-        text.append(law_of(int(forward_token[end]), forward_prob[end], mask_id, vocab_size).token)
+        text.append(asked.law(row, end).token)
         result.nfe += 1
-        run = text[len(prompt) : limit]
-        stop = next((i for i, cell in enumerate(run) if cell in eos_ids), None)
-        if stop is not None:
-            run, result.finish_reason = run[:stop], "stop"
-        elif len(text) >= limit:
-            result.finish_reason = "length"
-        elif max_nfe is not None and result.nfe >= max_nfe:
-            result.finish_reason = "nfe"
-        result.output = run
-        if result.finish_reason is not None:
-            result.steps.append(Step(None, None, None, 1))
+        if asked.ends(result, text[len(prompt) :], 1):
             break
-        result.steps.append(Step(end, [[text[end], mask_id]], [ACTIVE], 1))
+        result.steps.append(Step(end, [[text[end], asked.mask_id]], [ACTIVE], 1))
     return result
 
 
 def _trailing_run(tokens: list[int]) -> int:
     return next((n for n, t in enumerate(reversed(tokens)) if t != tokens[-1]), len(tokens))
-
-
-def _draw(blocks: list[Block], buffer_size: int, size: int, mask_id: int, new: int) -> Step:
-    live = [block for block in blocks if block.status != IN_CACHE]
-    tokens = [[mask_id if cell is None else cell for cell in block.cells] for block in live]
-    status = [block.status for block in live]
-    for _ in range(buffer_size - len(live)):
-        tokens.append([mask_id] * size)
-        status.append(DUMMY)
-    cached = sum(block.status == IN_CACHE for block in blocks)
-    return Step(cached * size, tokens, status, new)

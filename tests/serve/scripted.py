@@ -30,6 +30,9 @@ DIES, HANGS, FAILS, RAISES, SLEEPS, REFUSED, WAITS = 101, 102, 103, 104, 105, 10
 class Script:
     """`word0 word1 ...`, four words a step, all requests at once.
 
+    One whose seed is WAITS goes on after its first step once `may_end` says so.
+    """
+
     def __init__(self, max_model_len, step_s, tokenizer=None, settings=None, may_end=None):
         self._most, self._step_s, self.may_end = max_model_len, step_s, may_end
         self._tokenizer, self._settings = tokenizer, settings or {}

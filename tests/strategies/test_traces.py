@@ -48,57 +48,36 @@ def draw(tokens: Any, status: Any) -> str:
     return " ".join(slots)
 
 
-def by_list_decoder(
-    forwards: Sequence[Forward],
-    prompt: list[int],
-    *,
-    block_size: int,
-    buffer_size: int,
-    accept: float,
-    add: float = 0.1,
-    semi: float = 0.9,
-    **limits: Any,
-) -> Any:
-    token, prob = script(forwards)
-    return list_decode(
-        multi_bd_rule(accept, semi),
-        prompt,
-        token,
-        prob,
-        block_size=block_size,
-        buffer_size=buffer_size,
-        add_block_threshold=add,
-        mask_id=MASK,
-        vocab_size=VOCAB,
-        **limits,
-    )
+def by_list_decoder(fields: dict[str, Any], *scripted: Any, **limits: Any) -> Any:
+    rule = multi_bd_rule(fields["accept_threshold"], fields["semi_complete_threshold"])
+    sizes = {name: fields[name] for name in ("block_size", "buffer_size", "add_block_threshold")}
+    return list_decode(rule, *scripted, **sizes, **limits)
 
 
-def by_strategy(
-    forwards: Sequence[Forward],
-    prompt: list[int],
-    *,
-    block_size: int,
-    buffer_size: int,
-    accept: float,
-    add: float = 0.1,
-    semi: float = 0.9,
-    **limits: Any,
-) -> Any:
-    token, prob = script(forwards)
-    strategy = strategies.MultiBD(
-        accept_threshold=accept,
-        add_block_threshold=add,
-        semi_complete_threshold=semi,
-        block_size=block_size,
-        buffer_size=buffer_size,
-    )
-    return run_script(strategy, prompt, token, prob, mask_id=MASK, vocab_size=VOCAB, **limits)
+def by_strategy(fields: dict[str, Any], *scripted: Any, **limits: Any) -> Any:
+    return run_script(strategies.MultiBD(**fields), *scripted, **limits)
 
 
 @pytest.fixture(params=[by_list_decoder, by_strategy], ids=["list_decoder", "run_script"])
 def decode(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    return request.param
+    def run(
+        forwards: Sequence[Forward],
+        prompt: Sequence[int] = (1, 2, 3, 4),
+        *,
+        accept: float = 0.9,
+        add: float = 0.1,
+        semi: float = 0.9,
+        block_size: int = 4,
+        buffer_size: int = 2,
+        **limits: Any,
+    ) -> Any:
+        fields = {"accept_threshold": accept, "add_block_threshold": add}
+        fields |= {"semi_complete_threshold": semi}
+        fields |= {"block_size": block_size, "buffer_size": buffer_size}
+        limits = {"max_tokens": 32, "mask_id": MASK, "vocab_size": VOCAB} | limits
+        return request.param(fields, list(prompt), *script(forwards), **limits)
+
+    return run
 
 
 def windows(trace: Any) -> list[str]:
@@ -139,7 +118,7 @@ def test_aligned_prompt_follows_the_traced_buffer(decode: Callable[..., Any]) ->
         # Step 8, the commit of block 2: block 3 is forced to its lowest position.
         {},
     ]
-    trace = decode(forwards, [1, 2, 3, 4], block_size=4, buffer_size=2, accept=0.9, max_tokens=32)
+    trace = decode(forwards)
     assert windows(trace)[:7] == [
         "A[10 _ _ _] D",
         "A[10 _ 12 _] A[_ 21 _ _]",
@@ -166,9 +145,7 @@ def test_unaligned_prompt_shares_its_last_block(decode: Callable[..., Any]) -> N
         # full.
         {9: (13, 0.97), 10: (14, 0.97), 11: (15, 0.97)},
     ]
-    trace = decode(
-        forwards, [1, 2, 3, 4, 5, 6], block_size=4, buffer_size=2, accept=0.95, max_tokens=32
-    )
+    trace = decode(forwards, [1, 2, 3, 4, 5, 6], accept=0.95)
     assert windows(trace)[:3] == [
         "A[5 6 10 _] A[_ _ _ _]",
         "T[5 6 10 11] A[12 _ _ _]",
@@ -181,14 +158,7 @@ def test_unaligned_prompt_shares_its_last_block(decode: Callable[..., Any]) -> N
 
 def test_one_slot_spends_a_forward_on_each_commit(decode: Callable[..., Any]) -> None:
     """N = 1 bubble: prefill, decode(4), commit(0), decode(4), commit(0) ..."""
-    trace = decode(
-        [everywhere((10, 0.97))] * FORWARDS,
-        [1, 2, 3, 4],
-        block_size=4,
-        buffer_size=1,
-        accept=0.95,
-        max_tokens=32,
-    )
+    trace = decode([everywhere((10, 0.97))] * FORWARDS, buffer_size=1, accept=0.95)
     assert windows(trace) == ["T[10 10 10 10]", "D"] * 6
     assert column(trace, "new_tokens") == [4, 0] * 6
     assert column(trace, "start")[:6] == [4, 8, 8, 12, 12, 16]
@@ -205,15 +175,7 @@ def test_eos_ends_at_once_when_nothing_before_it_is_open(decode: Callable[..., A
         {5: (11, 0.95), 6: (EOS, 0.96), 8: (12, 0.95)},
         everywhere((13, 0.97)),
     ]
-    trace = decode(
-        forwards,
-        [1, 2, 3, 4],
-        block_size=4,
-        buffer_size=2,
-        accept=0.9,
-        max_tokens=32,
-        eos_ids=(EOS,),
-    )
+    trace = decode(forwards, eos_ids=(EOS,))
     assert windows(trace) == ["A[10 _ _ _] D"]
     assert column(trace, "new_tokens") == [1, 3]
     assert (list(trace.output), trace.finish_reason, trace.nfe) == ([10, 11], "stop", 2)
@@ -231,15 +193,7 @@ def test_eos_behind_a_hole_waits_for_the_hole(
         {5: (filler, 0.95)},
         everywhere((13, 0.97)),
     ]
-    trace = decode(
-        forwards,
-        [1, 2, 3, 4],
-        block_size=4,
-        buffer_size=2,
-        accept=0.9,
-        max_tokens=32,
-        eos_ids=(EOS,),
-    )
+    trace = decode(forwards, eos_ids=(EOS,))
     # No second block is opened beside an EOS, although .5 >= add_block_threshold.
     assert windows(trace) == ["A[10 _ 30 _] D", "A[10 _ 30 9] D"]
     assert (list(trace.output), trace.finish_reason, trace.nfe) == (output, "stop", 3)
@@ -247,13 +201,7 @@ def test_eos_behind_a_hole_waits_for_the_hole(
 
 def test_eos_in_the_prompt_is_ignored(decode: Callable[..., Any]) -> None:
     trace = decode(
-        [everywhere((10, 0.97))] * 4,
-        [1, EOS, 3, 4, 5, EOS],
-        block_size=4,
-        buffer_size=2,
-        accept=0.9,
-        max_tokens=8,
-        eos_ids=(EOS,),
+        [everywhere((10, 0.97))] * 4, [1, EOS, 3, 4, 5, EOS], max_tokens=8, eos_ids=(EOS,)
     )
     assert windows(trace) == ["T[5 30 10 10] T[10 10 10 10]", "D D"]
     assert (list(trace.output), trace.finish_reason, trace.nfe) == ([10] * 8, "length", 3)
@@ -261,14 +209,7 @@ def test_eos_in_the_prompt_is_ignored(decode: Callable[..., Any]) -> None:
 
 def test_max_tokens_are_all_clean_tokens(decode: Callable[..., Any]) -> None:
     """Reference: 7 forwards, 8 clean tokens and 16 positions mostly masks (it counts dummies)."""
-    trace = decode(
-        [everywhere((10, 0.97))] * 12,
-        [1, 2, 3, 4],
-        block_size=4,
-        buffer_size=4,
-        accept=0.9,
-        max_tokens=24,
-    )
+    trace = decode([everywhere((10, 0.97))] * 12, buffer_size=4, max_tokens=24)
     # One block is opened a step and filled in it: six steps.
     assert windows(trace) == ["T[10 10 10 10] D D D"] * 5
     assert column(trace, "new_tokens") == [4] * 6
@@ -283,63 +224,33 @@ def test_max_tokens_inside_a_block_end_without_its_tail(decode: Callable[..., An
         {8: (22, 0.3)},  # forced
         everywhere((13, 0.97)),
     ]
-    trace = decode(forwards, [1, 2, 3, 4], block_size=4, buffer_size=4, accept=0.9, max_tokens=5)
+    trace = decode(forwards, buffer_size=4, max_tokens=5)
     assert windows(trace) == ["T[10 10 10 10] D D D", "A[_ 20 21 _] D D D"]
     assert (list(trace.output), trace.finish_reason, trace.nfe) == ([10] * 4 + [22], "length", 3)
 
 
 def test_max_model_len_binds_before_max_tokens(decode: Callable[..., Any]) -> None:
     trace = decode(
-        [everywhere((10, 0.97))] * 6,
-        [1, 2, 3, 4, 5],
-        block_size=4,
-        buffer_size=4,
-        accept=0.9,
-        max_tokens=24,
-        max_model_len=7,
+        [everywhere((10, 0.97))] * 6, [1, 2, 3, 4, 5], buffer_size=4, max_tokens=24, max_model_len=7
     )
     assert (list(trace.output), trace.finish_reason, trace.nfe) == ([10, 10], "length", 1)
 
 
 def test_eos_past_the_limit_is_not_a_stop(decode: Callable[..., Any]) -> None:
     forwards = [{4: (10, 0.97), 5: (11, 0.97), 6: (EOS, 0.97)}]
-    trace = decode(
-        forwards,
-        [1, 2, 3, 4],
-        block_size=4,
-        buffer_size=2,
-        accept=0.9,
-        max_tokens=2,
-        eos_ids=(EOS,),
-    )
+    trace = decode(forwards, max_tokens=2, eos_ids=(EOS,))
     assert (list(trace.output), trace.finish_reason, trace.nfe) == ([10, 11], "length", 1)
 
 
 def test_max_nfe_returns_what_has_no_hole(decode: Callable[..., Any]) -> None:
     """Reference: [9 1 1 _ _ _ _]. Its first step sampled, so its three forwards are ours."""
-    trace = decode(
-        [{5: (9, 0.95)}, {}, {}, {}],
-        [1, 2, 3, 4, 5],
-        block_size=4,
-        buffer_size=2,
-        accept=0.9,
-        max_tokens=32,
-        max_nfe=3,
-    )
+    trace = decode([{5: (9, 0.95)}, {}, {}, {}], [1, 2, 3, 4, 5], max_nfe=3)
     assert windows(trace) == ["A[5 9 _ _] A[_ _ _ _]", "A[5 9 1 _] A[_ _ _ _]"]
     assert (list(trace.output), trace.finish_reason, trace.nfe) == ([9, 1, 1], "nfe", 3)
 
 
 def test_max_nfe_cuts_at_the_first_hole(decode: Callable[..., Any]) -> None:
-    trace = decode(
-        [{4: (10, 0.95), 6: (12, 0.95), 7: (13, 0.95)}, {}],
-        [1, 2, 3, 4],
-        block_size=4,
-        buffer_size=2,
-        accept=0.9,
-        max_tokens=32,
-        max_nfe=1,
-    )
+    trace = decode([{4: (10, 0.95), 6: (12, 0.95), 7: (13, 0.95)}, {}], max_nfe=1)
     assert (list(trace.output), trace.finish_reason, trace.nfe) == ([10], "nfe", 1)
 
 
@@ -353,14 +264,7 @@ def test_stop_goes_before_length_before_nfe(
     """All of the remaining causes hold in the same forward; the word is the first of them."""
     forwards = [{**everywhere((10, 0.97)), 7: (last, 0.97)}]
     trace = decode(
-        forwards,
-        list(range(1, prompt_len + 1)),
-        block_size=4,
-        buffer_size=2,
-        accept=0.9,
-        max_tokens=max_tokens,
-        max_nfe=1,
-        eos_ids=(EOS,),
+        forwards, list(range(1, prompt_len + 1)), max_tokens=max_tokens, max_nfe=1, eos_ids=(EOS,)
     )
     assert trace.finish_reason == reason
     assert list(trace.output) == ([10] * 3 if reason == "stop" else [10] * 4)
@@ -373,37 +277,22 @@ def test_acceptance_is_strict_and_ties_go_to_the_lowest(decode: Callable[..., An
     """.5 is not above .5; of four equal confidences the first is forced (trap 5)."""
     trace = decode(
         [everywhere((10, 0.5)), {**everywhere((11, 0.5)), 6: (12, 0.75)}, everywhere((13, 0.5))],
-        [1, 2, 3, 4],
-        block_size=4,
         buffer_size=1,
         accept=0.5,
-        max_tokens=32,
     )
     assert windows(trace)[:3] == ["A[10 _ _ _]", "A[10 _ 12 _]", "A[10 13 12 _]"]
 
 
 def test_a_weak_script_leaves_the_lowest_other_token(decode: Callable[..., Any]) -> None:
     """Token 0 at 1/64 leaves more on each other id: the argmax is 1, the lowest of them."""
-    trace = decode(
-        [everywhere((0, 1 / 64))] * 2,
-        [1, 2, 3, 4],
-        block_size=4,
-        buffer_size=1,
-        accept=0.9,
-        max_tokens=32,
-    )
+    trace = decode([everywhere((0, 1 / 64))] * 2, buffer_size=1)
     assert windows(trace)[:2] == ["A[1 _ _ _]", "A[1 1 _ _]"]
 
 
 def test_mask_ids_in_the_prompt_are_tokens(decode: Callable[..., Any]) -> None:
     """Trap 7 (reference: never caches such a block): drawn as `_`, but never holes."""
     trace = decode(
-        [everywhere((10, 0.97)), everywhere((11, 0.97))],
-        [MASK, 2, MASK, 4, 5, MASK],
-        block_size=4,
-        buffer_size=1,
-        accept=0.9,
-        max_tokens=32,
+        [everywhere((10, 0.97)), everywhere((11, 0.97))], [MASK, 2, MASK, 4, 5, MASK], buffer_size=1
     )
     assert windows(trace)[:2] == ["T[5 _ 10 10]", "D"]
     assert column(trace, "start")[:2] == [4, 8]
@@ -412,9 +301,7 @@ def test_mask_ids_in_the_prompt_are_tokens(decode: Callable[..., Any]) -> None:
 
 def test_semi_threshold_above_one_cannot_starve_the_first_slot(decode: Callable[..., Any]) -> None:
     """Trap 22. Reference: loops to max_nfe, as slot 0's predecessor has 1.0 < tau_semi."""
-    trace = decode(
-        [{}] * 10, [1, 2, 3, 4], block_size=2, buffer_size=2, accept=0.9, semi=1.5, max_tokens=4
-    )
+    trace = decode([{}] * 10, block_size=2, semi=1.5, max_tokens=4)
     assert windows(trace) == [
         "A[1 _] D",
         "T[1 1] A[_ _]",  # opened at .5, not forced
@@ -428,8 +315,8 @@ def test_threshold_one_and_certainty_fill_one_token_a_step(decode: Callable[...,
     """Trap 23: 1.0 is not above 1.0. At threshold 0 everything is taken."""
     certain = [everywhere((10, 1.0))] * 6
     limits = {"block_size": 4, "buffer_size": 1, "max_tokens": 4}
-    assert decode(certain, [1, 2, 3, 4], accept=1.0, **limits).nfe == 4
-    assert decode([{}] * 6, [1, 2, 3, 4], accept=0.0, **limits).nfe == 1
+    assert decode(certain, accept=1.0, **limits).nfe == 4
+    assert decode([{}] * 6, accept=0.0, **limits).nfe == 1
 
 
 # ---- One block at a time: each remasking rule on one block ----
