@@ -253,7 +253,7 @@ def _choice(choice: Any) -> tuple[Any, bool | None]:
     several = None if kind is None else not choice.get("disable_parallel_tool_use")
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}, several
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         raise Refusal(
             f"tool_choice={shown(choice)} is not known; use auto, any, tool or none",
             param="tool_choice",

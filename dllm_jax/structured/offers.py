@@ -169,7 +169,8 @@ def _chosen(choice: Any) -> tuple[str, list[str] | None]:
             return "named", [name]
         allowed = choice.get("allowed_tools", choice)
         if kind == "allowed_tools" and isinstance(allowed, Mapping):
-            names = [_named(one) for one in allowed.get("tools") or ()]
+            listed = allowed.get("tools")
+            names = [_named(one) for one in listed] if isinstance(listed, list | tuple) else []
             mode = allowed.get("mode", "auto")
             if (
                 names

@@ -173,7 +173,7 @@ def make(settings, progress):
         answer_end=2,
         causal=settings.get("causal", False),
         chat_template=settings.get("chat_template"),
-        tool_format="hermes" if "replies" in settings else None,
+        tool_format=settings.get("tool_format", "hermes" if "replies" in settings else None),
     )
     tokenizer = read_tokenizer(FOLDER)
     step_s = settings.get("step_s", STEP_S)

@@ -257,6 +257,11 @@ def test_what_a_coding_agent_sends_to_responses():
             "messages[0]",
         ),
         (messages.chat_of, {"mcp_servers": [1], "messages": []}, "mcp_servers"),
+        (
+            messages.chat_of,
+            {"messages": [{"role": "user", "content": "x"}], "tool_choice": {"type": []}},
+            "tool_choice",
+        ),
         (responses.chat_of, {"input": "x", "previous_response_id": "r"}, "previous_response_id"),
         (responses.chat_of, {"input": "x", "background": True}, "background"),
         (responses.chat_of, {"input": [{"type": "item_reference"}]}, "input[0].type"),

@@ -162,6 +162,7 @@ def tool(name="f", **fields):
         ([tool()], "some", "tool_choice"),
         ([tool()], {"type": "function", "function": {"name": "g"}}, "tool_choice"),
         ([], "required", "tool_choice"),
+        ([tool()], {"type": "allowed_tools", "allowed_tools": {"tools": 3}}, "tool_choice"),
     ],
 )
 def test_tools_and_choices_that_are_none_are_refused_by_path(tools, choice, param):
