@@ -174,7 +174,7 @@ def time_lives(count: int) -> list[float]:
         request = Request(
             prompt_token_ids=prompt, params=SamplingParams(max_tokens=TEXT, ignore_eos=True)
         )
-        live = accept(request, str(number), number, 0.0, scheduler, None, 0)
+        live = accept(request, str(number), number, 0.0, scheduler.layout, None, 0)
         began = time.perf_counter_ns()
         live_through(scheduler, live.sequences[0], text)
         times.append((time.perf_counter_ns() - began) / 1e3)

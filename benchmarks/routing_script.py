@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dllm_jax.models import routing
+from dllm_jax.models import moe
 
 
 def draw_ids(rng, script, rows, experts, k):
@@ -55,7 +55,7 @@ def scripted(script, reached=None, drawn=None):
         drawn: A list to which each layer of each program appends its rows and how many experts they
             are sent to, while it is traced: what they reach where all of them are live.
     """
-    route, rngs = routing.route, {}
+    route, rngs = moe.route, {}
 
     def chosen(cfg, x, router, bias, positions, live=None, implementation=None):
         ids, weights = route(cfg, x, router, bias, positions, live, implementation)
@@ -71,6 +71,6 @@ def scripted(script, reached=None, drawn=None):
         return ids, weights
 
     jax.clear_caches()
-    with mock.patch.object(routing, "route", chosen):
+    with mock.patch.object(moe, "route", chosen):
         yield
     jax.clear_caches()

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+import jax
+
 Name = TypeVar("Name", bound=str)
 
 
@@ -18,6 +20,11 @@ class BackEnd(NamedTuple):
     run: Callable[..., Any]
     unsupported: str | None = None
     is_fast: bool = True
+
+
+def is_plain(implementation: str | None) -> bool:
+    """Whether an operation is XLA's before its arguments are looked at: named, or without a GPU."""
+    return implementation == "xla" or (implementation is None and jax.default_backend() != "gpu")
 
 
 def choose(implementation: Name | None, back_ends: Mapping[Name, BackEnd]) -> Name:

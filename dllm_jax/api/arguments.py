@@ -78,14 +78,3 @@ def progress_of(progress: bool | Progress) -> Progress | None:
     if callable(progress):
         return progress
     return buckets.progress_line() if progress else None
-
-
-def either(params: Any, sampling_params: Any) -> Any:
-    """The one of two names of an argument that is given.
-
-    Raises:
-        TypeError: Both are.
-    """
-    if params is not None and sampling_params is not None:
-        raise TypeError("params and sampling_params are the same; give one of them")
-    return params if sampling_params is None else sampling_params

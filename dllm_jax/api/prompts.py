@@ -180,6 +180,17 @@ def lacks_template(model: Model, prompts: Sequence[Any]) -> bool:
 # --- a call ------------------------------------------------------------------------------------
 
 
+def either(params: Any, sampling_params: Any) -> Any:
+    """The one of two names of an argument that is given.
+
+    Raises:
+        TypeError: Both are.
+    """
+    if params is not None and sampling_params is not None:
+        raise TypeError("params and sampling_params are the same; give one of them")
+    return params if sampling_params is None else sampling_params
+
+
 def run(
     engine: SharedEngine,
     make: Callable[[Any, SamplingParams], Request],

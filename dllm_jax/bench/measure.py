@@ -312,7 +312,7 @@ def borrowed(
     prompt = [0] * max(context, 1)
     params = SamplingParams(max_tokens=room - len(prompt), ignore_eos=True)
     live = accept(
-        Request(prompt_token_ids=prompt, params=params), "bare", 0, 0.0, scheduler, None, 0
+        Request(prompt_token_ids=prompt, params=params), "bare", 0, 0.0, engine.layout, None, 0
     )
     pages = pool.take(rows * each)
     table = np.full((rows, columns), -1, np.int32)

@@ -5,10 +5,9 @@ from typing import Any
 
 from dllm_jax.engine.checks import Refused
 from dllm_jax.engine.detokenize import TextStream, special_stops
-from dllm_jax.engine.layout import HOLE, NO_LIMIT, Placement
+from dllm_jax.engine.layout import HOLE, NO_LIMIT, EngineLayout, Placement
 from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.engine.rules import check, inner
-from dllm_jax.engine.scheduler import Scheduler
 from dllm_jax.engine.sequence import Sequence
 
 
@@ -31,7 +30,7 @@ def accept(
     request_id: str,
     number: int,
     now: float,
-    scheduler: Scheduler,
+    layout: EngineLayout,
     tokenizer: Any,
     seed: int,
 ) -> ActiveRequest:
@@ -44,7 +43,7 @@ def accept(
     Raises:
         Refused: It can never run, or asks for what does not exist.
     """
-    layout, params = scheduler.layout, request.params
+    params = request.params
     prompt, suffix = list(request.prompt_token_ids), tuple(request.suffix_token_ids)
     stops = params.stop_token_ids + (() if params.ignore_eos else layout.stop_token_ids)
     if params.stop and tokenizer is not None:
@@ -58,7 +57,7 @@ def accept(
     if max_tokens is None:
         room = layout.window if layout.in_window else layout.max_model_len
         max_tokens = max(1, room - len(prompt))
-    limit, capacity = _limits(scheduler, len(prompt), max_tokens, suffix)
+    limit, capacity = limits(layout, len(prompt), max_tokens, suffix)
     if request.grammar is not None:
         _check_grammar(request, limit - len(prompt))
     first = layout.prefill_len(len(prompt))
@@ -99,22 +98,52 @@ def accept(
     return active
 
 
-def _limits(
-    scheduler: Scheduler, prompt_len: int, max_tokens: int, suffix: tuple[int, ...]
+def limits(
+    layout: EngineLayout, prompt_len: int, max_tokens: int, suffix: tuple[int, ...]
 ) -> tuple[int, int]:
-    """`Scheduler.limits` of a text; a text with a suffix must fit as a whole."""
-    layout, inner_len = scheduler.layout, len(inner(suffix))
-    text_len, total = max_tokens + inner_len, prompt_len + max_tokens + len(suffix)
-    limit, capacity = scheduler.limits(prompt_len, text_len, len(suffix) - inner_len)
+    """The first position that may not be emitted, and the positions ever written.
+
+    The pool bounds both: a text alone in it ends with "length" at its last page. A text with a
+    suffix must fit as a whole.
+    """
+    text_len = max_tokens + len(inner(suffix))
+    total = prompt_len + max_tokens + len(suffix)
+    beyond = layout.block_size + total - prompt_len - text_len
+    if prompt_len >= layout.max_model_len:
+        raise _too_long(
+            f"the prompt has {prompt_len} tokens; the engine takes {layout.max_model_len}, "
+            "prompt and text together: shorten it or raise max_model_len",
+            "prompt",
+        )
+    if layout.in_window and total > layout.window:
+        raise _too_long(
+            f"prompt, text and suffix are {prompt_len} + {text_len} + "
+            f"{total - prompt_len - text_len} tokens, the window has {layout.window}; use "
+            f"buffer_size={-(-total // layout.block_size)} or lower max_tokens",
+            "max_tokens",
+        )
+    room = layout.num_pages * layout.page_size - beyond
+    limit = min(prompt_len + text_len, layout.max_model_len, room)
+    if limit <= prompt_len:
+        raise _too_long(
+            f"the prompt has {prompt_len} tokens and needs "
+            f"{layout.pages_for(prompt_len + 1 + beyond)} pages of {layout.page_size}; "
+            f"the pool has {layout.num_pages}: raise num_pages or shorten the prompt",
+            "prompt",
+        )
     if suffix and (limit < prompt_len + text_len or total > layout.max_model_len):
-        raise Refused(
+        raise _too_long(
             f"prompt, max_tokens and suffix are {total} tokens; the engine takes "
             f"{layout.max_model_len} and its pool {layout.num_pages * layout.page_size}, including "
             "one more block: lower max_tokens, or raise max_model_len or num_pages",
             "max_tokens",
-            "context_length_exceeded",
         )
-    return limit, capacity
+    # The device drops writes past the page table.
+    return limit, min(limit + beyond, layout.page_buckets[-1] * layout.page_size)
+
+
+def _too_long(message: str, field: str) -> Refused:
+    return Refused(message, field, "context_length_exceeded")
 
 
 def _check_grammar(request: Request, room: int) -> None:

@@ -23,11 +23,10 @@ from dllm_jax.engine.detokenize import TextStream, special_stops
 from dllm_jax.engine.faults import Faults
 from dllm_jax.engine.layout import CompileFailure, DeviceFailure, EngineLayout
 from dllm_jax.engine.outputs import is_whole, output
-from dllm_jax.engine.requests import DraftMetrics, Request, RequestOutput
+from dllm_jax.engine.requests import DraftMetrics, Request, RequestOutput, Stats
 from dllm_jax.engine.rounds import Budget, Chunk, all_end, groups, num_steps
 from dllm_jax.engine.scheduler import Scheduler
 from dllm_jax.engine.sequence import DECODE, DONE, PREFILL, Pass, Sequence
-from dllm_jax.engine.stats import Stats
 
 RUNNING_CODE = 1
 ERROR_CODE, STUCK_CODE = 7, 8
@@ -111,7 +110,7 @@ class Engine:
             request_id,
             self._num_sequences,
             self._clock(),
-            self.scheduler,
+            self.layout,
             self._tokenizer,
             self._seed,
         )

@@ -31,8 +31,8 @@ class SharedEngine(Engine):
     """An engine that keeps each output for its caller; threads take turns.
 
     Args:
-        prepare: Makes of a request what the engine takes, before the thread has its turn; raises
-            ValueError where it cannot.
+        prepare: Gives a request with a constraint its grammar, before the thread has its turn;
+            raises ValueError where it cannot.
 
     Raises:
         RuntimeError: In any call of a forked child, in which the device's threads do not exist.
@@ -61,7 +61,8 @@ class SharedEngine(Engine):
     def add_to(self, inbox: "Inbox | None", request: Request) -> str:
         """Queue a request whose outputs go to an inbox."""
         self.check_process()
-        request = self._prepare(request)
+        if request.params.constraint is not None:
+            request = self._prepare(request)
         me, added = threading.get_ident(), None
         try:
             with InterruptsHeld(), self._turn():

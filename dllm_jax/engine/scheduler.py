@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from dllm_jax.engine.checks import Refused
 from dllm_jax.engine.layout import EngineLayout
-from dllm_jax.engine.pages import OutOfPages, PagePool
-from dllm_jax.engine.prefixes import Prefixes
+from dllm_jax.engine.pages import OutOfPages, PagePool, Prefixes
 from dllm_jax.engine.sequence import DECODE, DONE, PREFILL, WAITING, Pass, Sequence
 
 _FEW = 64  # turns that are kept anyway
@@ -51,46 +49,6 @@ class Scheduler:
         self.num_preemptions = 0
 
     # --- the queue ----------------------------------------------------------------------------
-
-    def limits(self, prompt_len: int, text_len: int, suffix_len: int) -> tuple[int, int]:
-        """The first position that may not be emitted, and the positions ever written.
-
-        The pool bounds both: a text alone in it ends with "length" at its last page.
-
-        Raises:
-            ValueError: The request can never run.
-        """
-        layout = self.layout
-        beyond = layout.block_size + suffix_len
-        if prompt_len >= layout.max_model_len:
-            raise Refused(
-                f"the prompt has {prompt_len} tokens; the engine takes {layout.max_model_len}, "
-                "prompt and text together: shorten it or raise max_model_len",
-                "prompt",
-                "context_length_exceeded",
-            )
-        total = prompt_len + text_len + suffix_len
-        if layout.in_window and total > layout.window:
-            raise Refused(
-                f"prompt, text and suffix are {prompt_len} + {text_len} + {suffix_len} tokens, the "
-                f"window has {layout.window}; use buffer_size={-(-total // layout.block_size)} or "
-                "lower max_tokens",
-                "max_tokens",
-                "context_length_exceeded",
-            )
-        room = layout.num_pages * layout.page_size - beyond
-        limit = min(prompt_len + text_len, layout.max_model_len, room)
-        if limit <= prompt_len:
-            raise Refused(
-                f"the prompt has {prompt_len} tokens and needs "
-                f"{layout.pages_for(prompt_len + 1 + beyond)} pages of {layout.page_size}; "
-                f"the pool has {layout.num_pages}: raise num_pages or shorten the prompt",
-                "prompt",
-                "context_length_exceeded",
-            )
-        # The device drops writes behind the page table.
-        in_table = layout.page_buckets[-1] * layout.page_size
-        return limit, min(limit + beyond, in_table)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""

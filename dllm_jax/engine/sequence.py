@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any, Literal
 
 from dllm_jax.engine.layout import Placement
-from dllm_jax.engine.pages import Chain
 
 WAITING, PREFILL, DECODE, DONE = range(4)
 
@@ -29,6 +28,7 @@ class Sequence:
         saved: The last fetch and its row there; None: it starts over.
         in_flight: Decode steps dispatched and not fetched.
         covered: Positions its pages hold.
+        chain: Keys of its pages (`pages.Chain`).
         publishes: Others may share its pages.
         is_sound: A fetch of this tenancy found its values finite.
         num_published: Pages found or published in this tenancy.
@@ -59,7 +59,7 @@ class Sequence:
     tokens: list[int] = dataclasses.field(default_factory=list)
     saved: tuple[Any, int] | None = None
     in_flight: int = 0
-    chain: Chain | None = None
+    chain: Any = None
     publishes: bool = True
     is_sound: bool = False
     num_published: int = 0

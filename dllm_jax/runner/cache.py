@@ -1,4 +1,4 @@
-"""KV pools: one array for K and one for V per layer, and the write of new rows into pages."""
+"""KV pools: one array for K and one for V per layer, and where new rows go in their pages."""
 
 from typing import Any
 
@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from dllm_jax.kernels import kv_write
 from dllm_jax.kernels.kv_write import fp8
 from dllm_jax.models.sharding import Split, num_local
 
@@ -53,12 +52,3 @@ def page_slots(
     ok = where & (column < C) & (page >= 0) & (positions >= 0)
     past = num_pages + jnp.arange(positions.size, dtype=jnp.int32).reshape(positions.shape)
     return jnp.where(ok, page, past).reshape(-1), (positions % page_size).reshape(-1)
-
-
-def write_rows(
-    pool: Pool,
-    rows: tuple[tuple[Array, Array], ...],
-    slots: tuple[Int[Array, " BT"], Int[Array, " BT"]],
-) -> Pool:
-    """The pool with K and V rows [B T G H] of every layer at `slots` (from `page_slots`)."""
-    return kv_write.write_rows(pool, rows, *slots)

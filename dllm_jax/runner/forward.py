@@ -15,13 +15,13 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from dllm_jax.kernels.kv_write import fp8
+from dllm_jax.kernels.kv_write import fp8, write_rows
 from dllm_jax.kernels.layer import LayerOps
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
 from dllm_jax.loading.model import Model
 from dllm_jax.models.head import Unembed
 from dllm_jax.models.sharding import first_of, total
-from dllm_jax.runner.cache import page_slots, write_rows
+from dllm_jax.runner.cache import page_slots
 from dllm_jax.runner.cells import Cells, first_cells
 from dllm_jax.runner.grammar_readout import read_first, read_planned
 from dllm_jax.runner.readout import Reader, of_rows, read_rows, read_soft, read_stats
@@ -222,9 +222,8 @@ class ModelForward:
             keys=None if keys is None else keys.reshape(-1),
         )
         stats = read_stats(self.reader(), hidden.reshape(-1, width), ask)
-        seen = None if first_of is None else constraint.view(first_of)
-        if seen is not None:
-            stats = read_first(self.reader(), hidden, ask, seen, stats)
+        if first_of is not None and first_of.constraint is not None:
+            stats = read_first(self.reader(), hidden, ask, constraint.view(first_of), stats)
         return jax.tree.map(lambda leaf: leaf.reshape(*axes, *leaf.shape[1:]), stats)
 
     def reader(self, allow: tuple[int, ...] = ()) -> Reader:
@@ -350,7 +349,7 @@ class ModelForward:
             positions=state.buffer.positions,
             boundary=state.boundary,
             forward=self,
-            seen=constraint.view(state),
+            seen=None if state.constraint is None else constraint.view(state),
         )
 
 
@@ -438,7 +437,7 @@ class WindowOutput(struct.PyTreeNode, ForwardOutput):
         lost = jnp.any(stored & ~sound, axis=1) & running
         fresh = jax.tree.map(lambda leaf: leaf[:, span], self.fresh)
         state = state.replace(
-            pools={**state.pools, name: write_rows(pool, fresh, slots)},
+            pools={**state.pools, name: write_rows(pool, fresh, *slots)},
             finish=jnp.where(lost, ERROR, state.finish),
         )
         if name == TARGET and state.boundary.shape[-1]:

@@ -63,6 +63,8 @@ def _write_alike(
     """`write_rows` for layers of one shape; keys and values alternate."""
     token_last = (False, fp8.is_token_last(pages[1])) * (len(pages) // 2)
     rows = tuple(new.reshape(-1, *new.shape[-2:]) for new in rows)  # one kernel a number of rows
+    if dispatch.is_plain(implementation):
+        return reference.write_rows(pages, rows, page, offset, token_last)
     is_short = pages[0].dtype.itemsize <= 2
     back_ends = {
         "mosaic": BackEnd(mosaic.write_rows, mosaic.unsupported(pages, page, token_last), is_short),

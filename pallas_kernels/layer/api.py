@@ -109,6 +109,8 @@ def add_rms_norm(
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
+    if dispatch.is_plain(implementation):
+        return _plain_norm(is_quantized, x, y, scale, eps)
     back_ends = {
         "mosaic": BackEnd(
             functools.partial(mosaic.add_rms_norm, is_quantized=is_quantized),
@@ -297,6 +299,8 @@ def qkv_matmul(
         out = split_matmul(x, w.flat, dtype=dtype, implementation=implementation)
         return out.reshape(*out.shape[:-1], *w.shape[1:])
     assert isinstance(x, jax.Array)
+    if dispatch.is_plain(implementation):
+        return reference.matmul(x, w)
     kernel = _product(x, w.reshape(w.shape[0], -1), one_rounding)
 
     def own(x: Array, w: Array) -> Array:
@@ -361,6 +365,8 @@ def split_matmul(
         }
         return dispatch.run(implementation, back_ends, rows, w)
     assert isinstance(x, jax.Array)
+    if dispatch.is_plain(implementation):
+        return reference.matmul(x, w)
     back_ends = {"mosaic": _product(x, w, one_rounding), "xla": BackEnd(reference.matmul)}
     return dispatch.run(implementation, back_ends, x, w)
 
@@ -398,6 +404,8 @@ def gated_matmul(
     assert isinstance(x, jax.Array)
     # Flatten the leading axes: one compiled kernel for each number of rows.
     flat = x.reshape(-1, x.shape[-1])
+    if dispatch.is_plain(implementation):
+        return reference.gated_matmul(flat, w).reshape(*x.shape[:-1], -1)
     kernel = _many_rows(flat, w) if len(flat) > mosaic.MOST_ROWS else _few_rows(flat, w)
     back_ends = {"mosaic": kernel, "xla": BackEnd(reference.gated_matmul)}
     return dispatch.run(implementation, back_ends, flat, w).reshape(*x.shape[:-1], -1)
@@ -588,6 +596,9 @@ def rotate_qkv(
         given, missing = ("k_norm", "q_norm") if q_norm is None else ("q_norm", "k_norm")
         raise ValueError(f"{given} without {missing}; give both or neither")
     dtype = qkv.dtype if dtype is None else jnp.dtype(dtype)
+    arguments = (qkv, bias, q_norm, k_norm, cos, sin, eps)
+    if dispatch.is_plain(implementation):
+        return reference.rotate_qkv(*arguments, dtype=dtype)
     back_ends = {
         "mosaic": BackEnd(
             mosaic_rotate.rotate_qkv,
@@ -596,7 +607,6 @@ def rotate_qkv(
         ),
         "xla": BackEnd(reference.rotate_qkv),
     }
-    arguments = (qkv, bias, q_norm, k_norm, cos, sin, eps)
     return dispatch.run(implementation, back_ends, *arguments, dtype=dtype)
 
 

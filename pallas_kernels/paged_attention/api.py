@@ -76,6 +76,10 @@ def paged_attention(
     Raises:
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
+    arguments = (q, k, v, k_pages, v_pages, page_table, mask)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if dispatch.is_plain(implementation):
+        return reference.attention(*arguments, scale=scale, kv_scales=kv_scales)
     back_ends = _back_ends(q, k_pages, page_table, mask)
     own = back_ends["mosaic"]
     if is_quantized:
@@ -84,8 +88,6 @@ def paged_attention(
         tiling = choose_alike(q, k_pages, page_table)
         own = own._replace(run=functools.partial(own.run, tiling=tiling))
     back_ends["mosaic"] = own
-    arguments = (q, k, v, k_pages, v_pages, page_table, mask)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     return dispatch.run(implementation, back_ends, *arguments, scale=scale, kv_scales=kv_scales)
 
 

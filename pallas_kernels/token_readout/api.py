@@ -163,6 +163,8 @@ def law_readout(
 
 def choose_law(hidden: Array, head: Array | Fp8Head) -> Literal["mosaic", "xla"]:
     """The name of the back end that `law_readout` runs for such arguments."""
+    if dispatch.is_plain(None):
+        return "xla"
     return dispatch.choose(None, _law_back_ends(hidden, head))
 
 
@@ -177,6 +179,8 @@ def _law_back_ends(hidden: Array, head: Array | Fp8Head) -> dict[Literal["mosaic
 
 def choose(hidden: Array, head: Array | Fp8Head, num_top: int) -> Implementation:
     """The name of the back end that `implementation=None` runs for such arguments."""
+    if dispatch.is_plain(None):
+        return "xla"
     return dispatch.choose(None, _back_ends(hidden, head, num_top))
 
 
@@ -184,6 +188,8 @@ def choose_with_classes(
     hidden: Array, head: Array | Fp8Head, num_top: int, of_slot: int
 ) -> Implementation:
     """The back end that `class_readout` runs, for slots of `of_slot` rows."""
+    if dispatch.is_plain(None):
+        return "xla"
     return dispatch.choose(None, _with_classes(hidden, head, num_top, of_slot))
 
 

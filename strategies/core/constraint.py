@@ -117,11 +117,9 @@ class Constraint(struct.PyTreeNode):
     bound: Bool[Array, " B"]
 
 
-def view(state: DecodeState) -> View | None:
-    """The window as it stands; None where no slot has a grammar."""
-    constraint: Constraint | None = state.constraint
-    if constraint is None:
-        return None
+def view(state: DecodeState) -> View:
+    """The window as it stands, of a state whose `constraint` is not None."""
+    constraint: Constraint = state.constraint
     buffer = state.buffer
     B, K, S = buffer.tokens.shape
     live = blocks.live_cells(state)
@@ -478,7 +476,6 @@ def _is_tail(grammar: Grammar, path: Int[Array, " W1"]) -> Bool[Array, " W"]:
 def walk(state: DecodeState) -> Int[Array, "B W1"]:
     """The automaton's states along the filled cells at the window's left; nothing behind them."""
     seen = view(state)
-    assert seen is not None
     if seen.grammar.kernels is not None:
         given = seen.grammar, seen.at, seen.kind, seen.known
         return seen.grammar.kernels.walk(*given, skip=SKIP, hole=HOLE)
@@ -496,7 +493,6 @@ def conform(before: DecodeState, stepped: DecodeState) -> tuple[DecodeState, Int
     it had, or the lowest of its edge, where its own leads nowhere.
     """
     seen = view(stepped)
-    assert seen is not None
     buffer = stepped.buffer
     same = before.buffer.filled & (before.buffer.tokens == buffer.tokens)
     kind = jnp.where((seen.kind == KNOWN) & ~same.reshape(seen.kind.shape), WRITTEN, seen.kind)

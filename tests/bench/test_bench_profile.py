@@ -11,8 +11,8 @@ import pytest
 
 from dllm_jax.bench import profile
 from dllm_jax.bench.profile import Event, Trace
+from dllm_jax.kernels.kv_write import write_rows
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
-from dllm_jax.runner.cache import write_rows
 from dllm_jax.runner.chunks import in_chunks
 
 pytestmark = pytest.mark.long
@@ -200,7 +200,7 @@ def test_real_operations_are_found_by_their_source():
         rows = paged_attention(q, q, q, k_pages, v_pages, table, mask, implementation="xla")
         rows = rows.reshape(T, H) @ w
         slots = jnp.full((T,), 2, jnp.int32), jnp.arange(T, dtype=jnp.int32)
-        pool = write_rows(((k_pages, v_pages),), ((rows.reshape(B, T, G, H), q),), slots)
+        pool = write_rows(((k_pages, v_pages),), ((rows.reshape(B, T, G, H), q),), *slots)
         return in_chunks(lambda x: jnp.argmax(x @ head, axis=-1), rows), pool
 
     f32 = jnp.float32

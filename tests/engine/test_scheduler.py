@@ -56,7 +56,9 @@ class Books:
         host = self.host
         params = host.requests.SamplingParams(**{"max_tokens": 16, **wishes})
         request = host.requests.Request(prompt_token_ids=list(prompt), params=params, **fields)
-        live = host.admission.accept(request, "name", self.number, 0.0, self.scheduler, None, 9)
+        live = host.admission.accept(
+            request, "name", self.number, 0.0, self.scheduler.layout, None, 9
+        )
         self.number += params.n
         return live
 
@@ -101,12 +103,12 @@ class Books:
 
 
 def test_a_text_ends_at_its_tokens_the_model_or_the_pool(host: ModuleType) -> None:
-    limits = Books(host).scheduler.limits
-    assert limits(5, 7, 0) == (12, 16)  # and the rest of the last block is written
-    assert limits(5, 99, 0) == (40, 44)
-    small = Books(host, num_pages=6).scheduler.limits
-    assert small(5, 99, 0) == (20, 24)
-    assert small(19, 99, 0) == (20, 24)
+    layout, small = make_layout(host), make_layout(host, num_pages=6)
+    limits = host.admission.limits
+    assert limits(layout, 5, 7, ()) == (12, 16)  # and the rest of the last block is written
+    assert limits(layout, 5, 99, ()) == (40, 44)
+    assert limits(small, 5, 99, ()) == (20, 24)
+    assert limits(small, 19, 99, ()) == (20, 24)
 
 
 @pytest.mark.parametrize(
@@ -117,10 +119,10 @@ def test_a_text_ends_at_its_tokens_the_model_or_the_pool(host: ModuleType) -> No
     ],
 )
 def test_a_request_that_can_never_run_is_refused(prompt_len: int, pages: int, message: str) -> None:
-    scheduler = Books(HOST, num_pages=pages).scheduler
+    layout = make_layout(HOST, num_pages=pages)
     with pytest.raises(ValueError, match=message):
-        scheduler.limits(prompt_len, 8, 0)
-    assert scheduler.limits(prompt_len - 1, 8, 0)
+        HOST.admission.limits(layout, prompt_len, 8, ())
+    assert HOST.admission.limits(layout, prompt_len - 1, 8, ())
 
 
 def test_a_window_holds_prompt_text_and_suffix(host: ModuleType) -> None:
@@ -131,10 +133,11 @@ def test_a_window_holds_prompt_text_and_suffix(host: ModuleType) -> None:
         "max_model_len": 16,
         "page_buckets": (2, 4),
     }
-    limits = Books(host, **rules).scheduler.limits
-    assert limits(6, 7, 3) == (13, 16)  # not 13 + 3 + a block: the table has 4 pages
+    layout, suffix = make_layout(host, **rules), (7, 7, 7)
+    # Not 13 + 3 + a block: the table has 4 pages.
+    assert host.admission.limits(layout, 6, 7, suffix) == (13, 16)
     with pytest.raises(ValueError, match=r"6 \+ 8 \+ 3 tokens, the window has 16"):
-        limits(6, 8, 3)
+        host.admission.limits(layout, 6, 8, suffix)
 
 
 def test_a_lone_text_that_fills_the_pool_gets_all_of_it(host: ModuleType) -> None:

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
+from dllm_jax.kernels.kv_write import write_rows
 from dllm_jax.kernels.layer import reference as layer_ops
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention, triton
 from dllm_jax.kernels.paged_attention.mask import within_reach
 from dllm_jax.models import dense, gemma, quantization
 from dllm_jax.models.layers import rope_tables
-from dllm_jax.runner.cache import new_pool, page_slots, write_rows
+from dllm_jax.runner.cache import new_pool, page_slots
 from tests.golden import make_canvas_golden as made
 from tests.oracles.canvas_files import SHAPES, config_of, write_canvas
 
@@ -90,7 +91,7 @@ def encode(model, pool, ids, start):
     table = jnp.arange(pages, dtype=jnp.int32)[None]
     where = jnp.ones(positions.shape, bool)
     slots = page_slots(table, positions, where, pages, PAGE)
-    return rows, write_rows(pool, fresh, slots)
+    return rows, write_rows(pool, fresh, *slots)
 
 
 def decode(model, pool, canvas, expected, start):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.models import reference, routing
+from dllm_jax.models import moe, reference
 from dllm_jax.models.moe import MoEConfig
 from tests.golden.folders import read_tensors, write_tensors
 from tests.oracles import families
@@ -76,7 +76,7 @@ ROUTERS = {
 def both(cfg, facts, x, router, bias, positions=None, live=None):
     """The model's choice and the reference's, of the same float32 numbers."""
     positions = np.arange(len(x)) if positions is None else positions
-    ids, weights = routing.route(
+    ids, weights = moe.route(
         cfg,
         jnp.asarray(x)[None],
         jnp.asarray(router),

@@ -19,7 +19,6 @@ import dllm_jax as dj
 from dllm_jax.engine.admission import accept
 from dllm_jax.engine.layout import DeviceFailure, EngineConfig
 from dllm_jax.engine.requests import Request, SamplingParams
-from dllm_jax.engine.scheduler import Scheduler
 from dllm_jax.kernels import hopper
 from dllm_jax.kernels.layer import mosaic, mosaic_many
 from dllm_jax.kernels.paged_attention import WindowMask
@@ -110,7 +109,7 @@ def test_prompts_are_cut_alike(monkeypatch):
         prompt_token_ids=[1], params=SamplingParams(max_tokens=4, constraint=dj.Choice(["a"]))
     )
     with pytest.raises(ValueError, match="a constraint is not covered by batch_invariant=True"):
-        accept(request, "0", 0, 0.0, Scheduler(made), None, 0)
+        accept(request, "0", 0, 0.0, made, None, 0)
 
 
 @pytest.mark.long
