@@ -23,10 +23,11 @@ from dllm_jax.engine.detokenize import TextStream, special_stops
 from dllm_jax.engine.faults import Faults
 from dllm_jax.engine.layout import CompileFailure, DeviceFailure, EngineLayout
 from dllm_jax.engine.outputs import is_whole, output
-from dllm_jax.engine.requests import DraftMetrics, Request, RequestOutput, Stats
+from dllm_jax.engine.requests import DraftMetrics, Request, RequestOutput
 from dllm_jax.engine.rounds import Budget, Chunk, all_end, groups, num_steps
 from dllm_jax.engine.scheduler import Scheduler
 from dllm_jax.engine.sequence import DECODE, DONE, PREFILL, Pass, Sequence
+from dllm_jax.engine.stats import Stats
 
 RUNNING_CODE = 1
 ERROR_CODE, STUCK_CODE = 7, 8
@@ -236,11 +237,9 @@ class Engine:
             self._admit()
         last_pass = self._prefill()
         chunks = self._decode()
-        if last_pass is not None and not chunks:
-            self._rounds.append(_Round([], last_pass))
-        elif chunks:
-            self._rounds.append(_Round(chunks))
-        return bool(chunks) or last_pass is not None
+        if is_any := bool(chunks) or last_pass is not None:
+            self._rounds.append(_Round(chunks, None if chunks else last_pass))
+        return is_any
 
     def _admit(self) -> None:
         """Give waiting sequences slots; if all wait for programs, wait a little for these."""

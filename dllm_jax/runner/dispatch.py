@@ -76,7 +76,7 @@ class Dispatch:
         self._admitted: list[_Admission] = []  # not dispatched yet
         fields = packing.admission_fields(layout.window, len(self.knobs))
         self._no_fresh = np.zeros((min(ADMIT_ROWS, layout.num_slots), fields.size), np.int32)
-        self._no_fresh[:, fields.at("slot")] = layout.num_slots  # marks a row to ignore
+        self._no_fresh[:, fields.at["slot"]] = layout.num_slots  # marks a row to ignore
         self._pieces: list[_Piece] = []  # not dispatched yet, of distinct slots
         self._bound: set[int] = set()  # slots whose request has a grammar
         self._bucket: grammars.Sizes | None = None  # of these grammars
@@ -154,8 +154,8 @@ class Dispatch:
         admitted, self._admitted = self._admitted, []
         for row, (slot, placement, decodes) in zip(rows, admitted, strict=False):
             ints, floats = packing.pack_request(placement, window, self.knobs)
-            row[fields.at("slot")], row[fields.at("decodes")] = slot, decodes
-            row[fields.span("ints")], row[fields.span("floats")] = ints, floats.view(np.int32)
+            row[fields.at["slot"]], row[fields.at["decodes"]] = slot, decodes
+            row[fields.span["ints"]], row[fields.span["floats"]] = ints, floats.view(np.int32)
         return rows
 
     def _with_fresh(self, rows: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:

@@ -35,7 +35,7 @@ class Fetched:
     def __init__(self, packed: np.ndarray, runner: Any, far: jax.Array | np.ndarray | None = None):
         self._packed, self._runner, self._far = packed, runner, far
         columns = packed[:, : packing.HEAD.size].T.tolist()
-        head: dict[str, list[int]] = dict(zip(packing.HEAD, columns, strict=True))
+        head: dict[str, list[int]] = dict(zip(packing.HEAD.at, columns, strict=True))
         self.start, self.finish, self.nfe = head["start"], head["finish"], head["nfe"]
         self.length, self.before = head["length"], head["before"]
         self.steps = head["steps"][0]
@@ -44,7 +44,7 @@ class Fetched:
         self.emitted: list[list[int]] = packed[:, first : first + most].tolist()
 
     def _slot(self, row: int) -> np.ndarray:
-        return self._packed[row, packing.fetched_fields(self._runner.layout.most_new).span("slot")]
+        return self._packed[row, packing.fetched_fields(self._runner.layout.most_new).span["slot"]]
 
     def hold(self) -> bool:
         """Bring the rest of the slots to the host; False: the device failed, and they are lost."""

@@ -8,7 +8,7 @@ decoding changes of a slot, but for what stays on the device until the host need
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,27 +31,21 @@ class Fields:
 
     Args:
         widths: Words of each part; None for the last one: all that follow.
+
+    Attributes:
+        at: The first word of each part.
+        span: All its words.
+        size: Words, without a last part of any width.
     """
 
     def __init__(self, **widths: int | None):
-        self.widths = widths
-        self._slices: dict[str, slice] = {}
-        self.size = 0  # words, without a last part of any width
+        self.widths, self.size = widths, 0
+        self.at: dict[str, int] = {}
+        self.span: dict[str, slice] = {}
         for name, width in widths.items():
-            end = None if width is None else self.size + width
-            self._slices[name] = slice(self.size, end)
+            self.at[name] = self.size
+            self.span[name] = slice(self.size, None if width is None else self.size + width)
             self.size += width or 0
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._slices)
-
-    def at(self, name: str) -> int:
-        """The first word of a part."""
-        return self._slices[name].start
-
-    def span(self, name: str) -> slice:
-        """All words of a part."""
-        return self._slices[name]
 
     def pack(self, count: int, **values: Any) -> np.ndarray:
         """Rows on the host, zero where nothing is given.
@@ -61,7 +55,7 @@ class Fields:
             values: A number, or an array whose last axis runs along the part from its first word.
         """
         shapes = [getattr(value, "shape", ()) for value in values.values()]
-        firsts = [self._slices[name].start for name in values]
+        firsts = [self.at[name] for name in values]
         ends = [at + (shape[-1] if shape else 1) for at, shape in zip(firsts, shapes, strict=True)]
         rows = np.zeros((count, max(self.size, *ends)), np.int32)
         for at, end, value in zip(firsts, ends, values.values(), strict=True):
@@ -123,12 +117,12 @@ def pack_request(
     }
     drawn = placement.sampling._asdict()
     for name, number in (numbers | {name: drawn[name] for name in _DRAW_WHOLE}).items():
-        ints[fields.at(name)] = number
+        ints[fields.at[name]] = number
     given = placement.given[: window - len(tail)]  # behind what of the prompt is not prefilled
     behind = tail + (0,) * (window - len(tail))
     parts = {"stop_ids": (0, placement.stop_ids), "tail": (0, behind), "given": (len(tail), given)}
     for name, (first, ids) in parts.items():
-        at = fields.at(name) + first
+        at = fields.at[name] + first
         ints[at : at + len(ids)] = ids
     values = [placement.knobs[name] for name in knobs]
     floats = np.array([*(drawn[name] for name in _DRAW_REAL), *values], np.float32)

@@ -69,7 +69,6 @@ class Call:
         static: Keywords that are part of the compiled program.
         sizes: Of the slots' grammars, if the program takes them with the state.
         options: Of the compiler.
-        weights: The leaves of `programs`, where they are at hand.
     """
 
     key: tuple[Any, ...]
@@ -79,30 +78,11 @@ class Call:
     static: dict[str, Any] = dataclasses.field(default_factory=dict)
     sizes: Sizes | None = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    weights: list[Any] | None = None
 
     @property
     def name(self) -> tuple[str, ...]:
         """The key in words, as another process receives it."""
         return tuple(map(str, self.key))
-
-    def part(self, state: DecodeState) -> DecodeState:
-        """What the program takes of the state: a call looks at each array, and most are pools."""
-        return state.replace(pools=None) if self.program in (admit, restore) else state
-
-    def run(self, compiled: jax.stages.Compiled, part: DecodeState) -> tuple[DecodeState, Any]:
-        """Call the compiled program."""
-        weights = jax.tree.leaves(self.programs) if self.weights is None else self.weights
-        slots, tree = jax.tree.flatten(part)
-        new, rest = compiled(weights, slots, *self.args)
-        return jax.tree.unflatten(tree, new), rest
-
-    def lower(self, state: Any) -> jax.stages.Lowered:
-        """The lowered program; the state's shapes are enough."""
-        weights, of_programs = jax.tree.flatten(self.programs)
-        slots, of_state = jax.tree.flatten(self.part(state))
-        static = self.static | {"trees": (of_programs, of_state)}
-        return self.program.lower(weights, slots, *self.args, **static)
 
 
 def _specs(programs: Programs, split: Split) -> Programs:
@@ -167,7 +147,7 @@ def _given(programs: Programs, ints: Int[Array, " X"]) -> Int[Array, "1 W"] | No
     """Ids by cell of the window that the request brings behind its prompt, -1 elsewhere."""
     if not programs.strategy.needs.takes_given:
         return None
-    return ints[None, packing.request_fields(programs.window).span("given")]
+    return ints[None, packing.request_fields(programs.window).span["given"]]
 
 
 def _request(
@@ -178,23 +158,23 @@ def _request(
         given = None  # nothing is written over, and no stop id is given
     words = packing.request_fields(programs.window)
     numbers = packing.float_fields(len(knobs))
-    seed = jax.lax.bitcast_convert_type(ints[words.at("seed")], jnp.uint32)
-    key = jax.random.fold_in(jax.random.key(seed), ints[words.at("fold")])
+    seed = jax.lax.bitcast_convert_type(ints[words.at["seed"]], jnp.uint32)
+    key = jax.random.fold_in(jax.random.key(seed), ints[words.at["fold"]])
     return _Request(
         sampling=Sampling(
             **{
-                name: floats[numbers.span(name)] if name in numbers else ints[words.span(name)]
+                name: floats[numbers.span[name]] if name in numbers.at else ints[words.span[name]]
                 for name in SamplingNumbers._fields
             }
         ),
         limits=Limits(
-            stop_ids=ints[words.span("stop_ids")][None],
-            max_nfe=ints[words.span("max_nfe")],
-            max_run=ints[words.span("max_run")],
+            stop_ids=ints[words.span["stop_ids"]][None],
+            max_nfe=ints[words.span["max_nfe"]],
+            max_run=ints[words.span["max_run"]],
             given=None if given is None else given >= 0,
             given_behind=programs.strategy.needs.pins,
         ),
-        knobs={name: floats[numbers.at("knobs") + i][None] for i, name in enumerate(knobs)},
+        knobs={name: floats[numbers.at["knobs"] + i][None] for i, name in enumerate(knobs)},
         keys=key[None],
     )
 
@@ -207,9 +187,9 @@ def _fresh(
     words = packing.request_fields(programs.window)
     buffer = driver.admit_window(
         programs.strategy.needs,
-        ints[words.span("tail")][None],
-        ints[words.span("prompt_len")],
-        ints[words.span("limit")],
+        ints[words.span["tail"]][None],
+        ints[words.span["prompt_len"]],
+        ints[words.span["limit"]],
         spec.num_blocks,
         spec.block_size,
         given=_given(programs, ints),
@@ -240,7 +220,7 @@ def _own_state(
 ) -> DecodeState:
     """`new_state` on one device."""
     words = packing.request_fields(programs.window)
-    ints = jnp.zeros((words.size,), jnp.int32).at[words.span("given")].set(-1)
+    ints = jnp.zeros((words.size,), jnp.int32).at[words.span["given"]].set(-1)
     slot = _fresh(programs, ints, jnp.zeros((2 + len(knobs),), jnp.float32), knobs)
     slot = slot.replace(finish=jnp.full_like(slot.finish, EMPTY))
     slots = jax.tree.map(lambda leaf: jnp.repeat(leaf, programs.spec.num_slots, axis=0), slot)
@@ -288,9 +268,9 @@ def _admitted(programs, state, requests, knobs):
             row that does not decode at once waits for its prefill.
     """
     words = packing.admission_fields(programs.window, len(knobs))
-    slots, decodes = requests[:, words.at("slot")], requests[:, words.at("decodes")]
-    ints = requests[:, words.span("ints")]
-    floats = jax.lax.bitcast_convert_type(requests[:, words.span("floats")], jnp.float32)
+    slots, decodes = requests[:, words.at["slot"]], requests[:, words.at["decodes"]]
+    ints = requests[:, words.span["ints"]]
+    floats = jax.lax.bitcast_convert_type(requests[:, words.span["floats"]], jnp.float32)
 
     def one(ints: Array, floats: Array) -> DecodeState:
         return jax.tree.map(lambda leaf: leaf[0], _fresh(programs, ints, floats, knobs))
@@ -355,16 +335,16 @@ def _prefill(programs, state, given, size, kind, **sizes):
     """
     state, pieces = _with_fresh(programs, state, given, **sizes)
     words = packing.piece_fields(size)
-    slots, first, end, live_end, last = (pieces[:, words.at(name)] for name in packing.PIECE)
+    slots, first, end, live_end, last = (pieces[:, words.at[name]] for name in packing.PIECE)
     row = _rows(state, slots)
     broken = row.finish == ERROR
-    pages = pieces[:, words.span("pages")]
+    pages = pieces[:, words.span["pages"]]
     row = row.replace(finish=jnp.full_like(row.finish, RUNNING), page_table=pages)
     done = decoding.prefill_pass(
         programs.strategy,
         programs.forward(),
         row,
-        pieces[:, words.span("tokens")],
+        pieces[:, words.span["tokens"]],
         first,
         end,
         live_end,
@@ -419,9 +399,9 @@ def _decode(programs, state, given, bound: Any = None, **sizes):
     grammars, state = state.constraint, state.replace(constraint=None)
     state, requests = _with_fresh(programs, state, given, **sizes)
     words = packing.DECODE
-    rows, pages = requests[:, words.at("slot")], requests[:, words.span("pages")]
-    num_active, num_steps = requests[0, words.at("num_active")], requests[0, words.at("num_steps")]
-    early = requests[0, words.at("early")] > 0
+    rows, pages = requests[:, words.at["slot"]], requests[:, words.span["pages"]]
+    num_active, num_steps = requests[0, words.at["num_active"]], requests[0, words.at["num_steps"]]
+    early = requests[0, words.at["early"]] > 0
     R = rows.shape[0]
     spec = dataclasses.replace(programs.spec, num_slots=R)
     forward = programs.forward()
@@ -464,7 +444,7 @@ def _decode(programs, state, given, bound: Any = None, **sizes):
         "before": before,
         "steps": jnp.full_like(before, steps),
     }
-    head = jnp.stack([head[name] for name in packing.HEAD], axis=1)
+    head = jnp.stack([head[name] for name in packing.HEAD.at], axis=1)
     slots, far = packing.pack(packing.kept_part(bucket))
     packed = jnp.concatenate([head, new_tokens, slots], axis=1)
     if grammars is not None:

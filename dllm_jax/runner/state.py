@@ -90,7 +90,10 @@ class DeviceState:
         """A call's program, lowered from the shapes of the state; nothing runs."""
         if self._split is not None:
             call = dataclasses.replace(call, args=self._split.laid(call.args, PartitionSpec()))
-        return call.lower(self.shapes(sizes=call.sizes))
+        weights, of_programs = jax.tree.flatten(call.programs)
+        slots, of_state = jax.tree.flatten(_taken(call, self.shapes(sizes=call.sizes)))
+        static = call.static | {"trees": (of_programs, of_state)}
+        return call.program.lower(weights, slots, *call.args, **static)
 
     def compile_program(self, call: Call) -> jax.stages.Compiled:
         """Compile a call's program."""
@@ -142,8 +145,7 @@ class DeviceState:
         if self._split is not None:
             # Arrays of the host and arrays of the devices would be two programs.
             args = self._split.everywhere(args)
-        weights = self._leaves if call.programs is self._programs else None
-        return dataclasses.replace(call, args=tuple(args), weights=weights)
+        return dataclasses.replace(call, args=tuple(args))
 
     def compile(self, call: Call, slots: Sequence[int]) -> None:
         """Compile a program that requests in these slots wait for."""
@@ -167,9 +169,8 @@ class DeviceState:
             state = state.replace(constraint=self._grammars)
         self.state = None
         try:
-            given = call.part(state)
-            new, rest = call.run(self.compiled[call.name], given)
-            if given.pools is None:
+            new, rest = self._launch(call, _taken(call, state))
+            if new.pools is None:
                 new = new.replace(pools=state.pools)
             if call.sizes is not None:
                 self._grammars = new.constraint
@@ -182,6 +183,13 @@ class DeviceState:
                     leaf.delete()
             raise
         return rest
+
+    def _launch(self, call: Call, part: DecodeState) -> tuple[DecodeState, Any]:
+        own = call.programs is self._programs
+        slots, tree = jax.tree.flatten(part)
+        weights = self._leaves if own else jax.tree.leaves(call.programs)
+        new, rest = self.compiled[call.name](weights, slots, *call.args)
+        return jax.tree.unflatten(tree, new), rest
 
     def bind(self, slot: int, sizes: grammars.Sizes, row: Sequence[np.ndarray], at: int) -> None:
         """Give a slot a grammar of these sizes, in this state of its automaton."""
@@ -208,6 +216,12 @@ class DeviceState:
         kernels = grammar_path.choose() if self._split is None else None  # of one device alone
         size = self._programs.spec.vocab_size
         return grammars.empty(self._num_slots, sizes, size, kernels)
+
+
+def _taken(call: Call, state: DecodeState) -> DecodeState:
+    """What a program takes of the state: a call looks at each array, and most are pools."""
+    is_small = call.program in (programs.admit, programs.restore)
+    return state.replace(pools=None) if is_small else state
 
 
 def _device_of(made_from: Programs) -> Any:

@@ -22,6 +22,7 @@ from dllm_jax.engine.layout import DeviceFailure
 from dllm_jax.engine.requests import SamplingParams
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import programs
+from dllm_jax.runner.state import DeviceState
 from tests.contract import engine as toy
 from tests.contract.cases import NAMES, case, sweep
 from tests.contract.engine import ends, make_engine, run, steps_a_chunk, wanted, wish
@@ -208,7 +209,7 @@ def test_an_override_that_does_not_exist_or_fit_is_refused_and_changes_nothing()
 # --- programs that fail ---------------------------------------------------------------------------
 
 
-RUN = programs.Call.run
+LAUNCH = DeviceState._launch
 
 
 class Failing:
@@ -226,19 +227,19 @@ class Failing:
         self.calls = self.failed = 0
         self.lost = []  # leaves of the states it failed with
 
-    def run(self, one, compiled, part):
-        """As `Call.run`."""
+    def launch(self, device, one, part):
+        """As `DeviceState._launch`."""
         if one.program is not self._program:
-            return RUN(one, compiled, part)
+            return LAUNCH(device, one, part)
         call, self.calls = self.calls, self.calls + 1
         if call not in self._at:
-            return RUN(one, compiled, part)
+            return LAUNCH(device, one, part)
         self.failed += 1
         self.lost += jax.tree.leaves(part)
         error = jax.errors.JaxRuntimeError(self._message)
         if self._when == "before":
             raise error
-        state, rest = RUN(one, compiled, part)
+        state, rest = LAUNCH(device, one, part)
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(part.pools))
         if self._when == "after":
             raise error
@@ -262,8 +263,8 @@ class Unreadable:
 def failing(program, at, when, message="INTERNAL: injected"):
     """The program of that name fails; use as a context."""
     wrapped = Failing(program, at, when, message)
-    # A function, which is bound to the call.
-    return mock.patch.object(programs.Call, "run", lambda *args: wrapped.run(*args)), wrapped
+    # A function, which is bound to the device.
+    return mock.patch.object(DeviceState, "_launch", lambda *args: wrapped.launch(*args)), wrapped
 
 
 PLACES = [
@@ -351,15 +352,15 @@ def test_an_error_of_the_code_is_told_as_it_is():
     """Raised in `prefill`, which nobody waits for; what stands behind it says the same."""
     engine = make_engine("multi_bd")
 
-    def wrong(one, compiled, part):
+    def wrong(device, one, part):
         if one.program is programs.prefill:
             raise TypeError("no such leaf")
-        return RUN(one, compiled, part)
+        return LAUNCH(device, one, part)
 
     for request in case("multi_bd").requests:
         engine.add(wish(request))
     with (
-        mock.patch.object(programs.Call, "run", wrong),
+        mock.patch.object(DeviceState, "_launch", wrong),
         pytest.raises(TypeError, match="no such leaf"),
     ):
         toy.finish(engine)
