@@ -277,7 +277,9 @@ def sampling(of_seed: str, stops: bool = True) -> Group:
         "sampling and limits",
         flag("--max-tokens N", "tokens of a text at most", within(TYPED["max_tokens"]), 256),
         flag("--temperature T", "0 is greedy (default: the model family's, mostly 0)", temperature),
-        flag("--top-k K", "draw from the K surest ids (default: all)", whole(1)),
+        flag(
+            "--top-k K", "draw from the K surest ids (0, -1, default: all)", within(TYPED["top_k"])
+        ),
         flag(
             "--top-p P",
             "draw from the fewest ids that hold probability P (default: the model family's, "

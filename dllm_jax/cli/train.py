@@ -53,7 +53,8 @@ _NEW = (*_OWN, *_DRAFT)  # models from nothing
 _METAVARS = {
     "--target": "SRC",
     "--prompts": "FILE",
-    "--family": "NAME",
+    "--problem-family": "NAME",
+    "--family": "SPEC",
     "--dtype": "NAME",
     "--model": "SRC",
     "--data": "FILE",
@@ -74,7 +75,8 @@ OPTIONS = (
     ("--muon-lr", flags.number(0, 10, True), _NEW, "peak learning rate of the layers' matrices"),
     ("--adam-lr", flags.number(0, 10, True), _ALL, "peak learning rate of everything else"),
     ("--dtype", dtype, _ALL, "of products, bfloat16 or float32, which is faster on a CPU"),
-    ("--family", family, _OWN, "the only family of word problems; sums is the easiest"),
+    ("--problem-family", family, _OWN, "the only family of word problems; sums is the easiest"),
+    ("--family", str, _ALL, "of --model or --target, FILE:NAME; before: --problem-family"),
     ("--layers", flags.whole(1), _NEW, "layers of the model"),
     ("--hidden-size", flags.whole(1), _OWN, "width of the model"),
     ("--ffn-size", flags.whole(1), _NEW, "width of its feed-forward part"),
@@ -108,7 +110,7 @@ DEFAULTS = {
     "--muon-lr": "0.02",
     "--adam-lr": "0.003, sft 0.0001",
     "--dtype": "bfloat16, diffusion_gemma float32",
-    "--family": "all, diffusion_gemma sums",
+    "--problem-family": "all, diffusion_gemma sums",
     "--layers": "3, ar 6, dflash 2",
     "--hidden-size": "256, diffusion_gemma 128",
     "--ffn-size": "1024, ar 768, dflash the target's, diffusion_gemma 256",
@@ -153,9 +155,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
+def _either(args: argparse.Namespace) -> str:
+    """The family of word problems that --family names where no model is loaded."""
+    if args.problem_family is not None:
+        raise UsageError("--family is the old spelling of --problem-family here; give one of them")
+    try:
+        return family(args.family)
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"argument --family: {error}") from None
+
+
 def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Train, or continue, or say how to continue."""
     kind = args.kind or "sdar"
+    if kind in _OWN and args.family is not None:  # its spelling until 2026-11
+        args.problem_family, args.family = _either(args), None
     given = {}
     for flag, _, kinds, _ in OPTIONS:
         name = flag.removeprefix("--").replace("-", "_")

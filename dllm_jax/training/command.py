@@ -42,6 +42,7 @@ _FIELDS = {
     "steps": "num_steps",
     "layers": "num_layers",
     "dtype": "compute_dtype",
+    "problem_family": "family",
 }  # options whose fields have other names
 _SHAPE = ("num_layers", "hidden_size", "ffn_size")
 

@@ -32,6 +32,7 @@ class TrainConfig(loop.RunConfig):
 
     Attributes:
         target: Source of the target, as for `dllm_jax.load`.
+        family: The target's, where it is from outside (`dllm_jax.load(family=)`).
         prompts: File of prompts; None: the built-in word problems.
         num_layers: Layers of the drafter.
         target_layer_ids: Layers of the target that it reads, counted from 0; None: `num_taps`
@@ -52,6 +53,7 @@ class TrainConfig(loop.RunConfig):
 
     kind: str = "dflash"
     target: str = "builtin:tiny-qwen3"
+    family: str | None = None
     prompts: str | None = None
     num_layers: int = 2
     num_taps: int = 3
@@ -144,7 +146,7 @@ def train(config: TrainConfig, out_dir: str | os.PathLike[str], **how: Any) -> d
             the target does not support a drafter, or the prompts cannot be read.
     """
     folder = run_folder.check(out_dir, config)
-    target = load(config.target)
+    target = load(config.target, family=config.family)
     if target.tokenizer is None:
         raise ValueError(
             f"target {config.target!r} has no tokenizer to read prompts with; give a folder that "

@@ -36,6 +36,7 @@ class TrainConfig(loop.RunConfig):
 
     Attributes:
         model: What `dj.load` takes.
+        family: The model's, where it is from outside (`dj.load(family=)`).
         data: A .jsonl file: `messages`, whose last one is learnt, or `prompt` and `completion`.
         objective: "block" or "full" (`denoising`); None: by the mask of the model's training.
         lora_rank: Rank of the update of each matrix of the dense layers; 0: all weights change.
@@ -45,6 +46,7 @@ class TrainConfig(loop.RunConfig):
 
     kind: str = "sft"
     model: str = "builtin:tiny-sdar"
+    family: str | None = None
     data: str | None = None
     objective: Objective | None = None
     lora_rank: int = 16
@@ -71,7 +73,8 @@ def train(config: TrainConfig, out_dir: str | os.PathLike[str], **how: Any) -> d
             "devices; choose another"
         )
     rank, dtype = config.lora_rank, jnp.dtype(config.compute_dtype)
-    model = load(config.model, str(dtype) if rank else "float32", quantization="none")
+    loaded = str(dtype) if rank else "float32"
+    model = load(config.model, loaded, quantization="none", family=config.family)
     objective = config.objective or ("full" if model.defaults.attention == "full" else "block")
     tokens, learnt = read_texts(model, config.data, config.row_tokens, objective)
     folder = run_folder.claim(out_dir, config)

@@ -89,7 +89,7 @@ def test_unknown_flag_is_named(fails):
         (["--top-p", "0"], "--top-p: value=0.0 must be above 0; choose a larger one"),
         (["--temperature", "inf"], "--temperature: value=inf must be a number in [0, "),
         (["--temperature", "nan"], "--temperature: value=nan must be a number in [0, "),
-        (["--top-k", "0"], "--top-k: value=0 must be a whole number"),
+        (["--top-k", "-2"], "--top-k: value=-2 must be a whole number in [-1, "),
         (
             ["--top-k", "99999999999"],
             "--top-k: value=99999999999 must be a whole number",

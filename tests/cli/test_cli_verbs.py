@@ -144,12 +144,15 @@ def test_every_flag_of_train_changes_the_run_it_is_of(monkeypatch, tmp_path):
         usual = asked(kind)
         for flag, _, kinds, _ in OPTIONS:
             if kind in kinds:
-                words = {"--greedy-share": "0.25", "--family": "ages", "--dtype": "float32"}
-                words["--objective"] = "full"
+                words = {"--greedy-share": "0.25", "--problem-family": "ages", "--family": "ages"}
+                words |= {"--objective": "full", "--dtype": "float32"}
                 if command.KINDS[kind].compute_dtype == "float32":
                     words["--dtype"] = "bfloat16"
                 value = words.get(flag, "7")
                 assert asked(kind, flag, value) != usual, flag
+    assert asked("ar", "--family", "ages") == asked("ar", "--problem-family", "ages")
+    assert asked("sft", "--family", "a.py:B")[0][0].family == "a.py:B"
+    assert main(["train", "--out", str(tmp_path), "--family", "a.py:B"]) == 2
     assert command.make_config("ar", {}) == command.KINDS["ar"]
     rows = {"seed": 7, "batch_size": 8}
     config = dataclasses.asdict(command.make_config("ar", rows))

@@ -256,7 +256,7 @@ def test_a_progress_that_is_interrupted_ends_the_compiling(monkeypatch):
         warmup.compile_ahead(None, programs(100), press)
     may_end.set()
     for thread in threading.enumerate():
-        if thread.name.startswith("dllm-compile"):
+        if thread.name.startswith("dllm-compile_"):
             thread.join()
     assert len(began) <= 3, "what had begun ends, the rest never begins"
 
