@@ -72,9 +72,13 @@ class Turns:
         elif shown:
             fields["tools"] = shown
         request = request_of(self._llm.model, said, params, fields)
-        inside = form.thinks and tool_forms.is_inside(request.prompt or "")
-        held = Tools(offer.tools, offer.choice, offer.several, form.name or "", form.thinks, inside)
-        return dataclasses.replace(request, params=dataclasses.replace(params, constraint=held))
+        inside = tool_forms.is_inside(request.prompt or "", form)
+        held = Tools(offer.tools, offer.choice, offer.several, form.reads, form.thinks, inside)
+        ends = tool_forms.end_ids(held.form, self._llm.model.tokenizer)
+        params = dataclasses.replace(
+            params, constraint=held, stop_token_ids=(*params.stop_token_ids, *ends)
+        )
+        return dataclasses.replace(request, params=params)
 
     def _whole(self, request: Request, output: RequestOutput) -> RequestOutput:
         """An answer with the stages of its texts joined, and their messages."""
@@ -174,7 +178,8 @@ def next_stage(request: Request, text: Any, walk: Walk) -> Request | None:
     Args:
         text: What `request` came to (`CompletionOutput`).
     """
-    is_whole = text.finish_reason == "stop" and text.stop_reason is None and not walk.is_cut
+    is_whole = text.finish_reason == "stop" and not isinstance(text.stop_reason, str)
+    is_whole = is_whole and not walk.is_cut
     if walk.turn.waits is None or not is_whole or walk.left < 1:
         return None
     tools = request.params.constraint

@@ -258,7 +258,8 @@ class LLM:
             tools: Functions with types and docstrings, or in OpenAI's form (docs/agents.md).
             tool_choice: "auto" (None), "required", "none", or the one to call, in OpenAI's form.
             parallel_tool_calls: Whether several calls may follow one another; None: True.
-            tool_format: "hermes" for a model whose template has no tools: they stand in its texts.
+            tool_format: A form (docs/agents.md) for a model whose template has no tools, as
+                "hermes": they stand in its texts.
             template_kwargs: As of `apply_template`, for every conversation.
         """
         params, every = either(params, sampling_params), each_conversation(messages)

@@ -176,7 +176,7 @@ OF_ENGINE = (  # what the engine process must know
             "--tool-format NAME",
             "how tools and calls stand in the texts of a model whose template has none "
             "(docs/agents.md)",
-            ("hermes",),
+            ("hermes", "xml", "gemma4", "llama_json"),
         ),
     ),
     Group(

@@ -84,6 +84,7 @@ _SHIPPED = {
     "sdar": _Shipped("qwen3", _CHATML),
     "sdar_moe": _Shipped("qwen3", _CHATML),
     "llada2": _Shipped("llada2", ("<|role_end|>",)),
+    "diffusion_gemma": _Shipped("gemma4", ("<|turn>", "<turn|>", "<|tool_call>")),
     "qwen3": _Shipped("qwen3", _CHATML),
     "qwen3_moe": _Shipped("qwen3", _CHATML),
 }

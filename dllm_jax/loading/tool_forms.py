@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dllm_jax.loading import chat
-from dllm_jax.structured.tools import END_THINK, FORMS, Form
+from dllm_jax.structured.forms import FORMS, written
 
 _TOOL = {
     "type": "function",
@@ -34,11 +34,13 @@ You are provided with function signatures within <tools></tools> XML tags:
 {tools}
 </tools>
 
-For each function call, return a json object with function name and arguments within \
+{calls}"""
+_CALLS = """For each function call, return a json object with function name and arguments within \
 <tool_call></tool_call> XML tags:
 <tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
+{"name": <function-name>, "arguments": <args-json-object>}
 </tool_call>"""
+_LIKE = "Write each function call as this one is written:\n"
 
 
 class ToolForm(NamedTuple):
@@ -46,13 +48,14 @@ class ToolForm(NamedTuple):
 
     Attributes:
         name: Of `FORMS`; None for a template without tools, or in a form that is not known.
-        thinks: It knows thoughts between `<think>` and `</think>`.
+        thinks: It knows thoughts, between the marks of `reads`.
         is_text: The template reads no tools: they and their calls are given as text.
     """
 
     name: str | None
     thinks: bool
     is_text: bool = False
+    reads: str = "hermes"
 
 
 NO_FORM = ToolForm(None, False)
@@ -72,25 +75,28 @@ def tool_form(model: chat.TextModel, tool_format: str | None = None) -> ToolForm
     template = chat.template_of(model, tools=[_TOOL])
     if template is None:
         return NO_FORM
-    thinks = END_THINK in template.text
+    marks = (name for name, form in FORMS.items() if form.think[1] in template.text)
+    reads = next(marks, None)
     try:
         text = chat.render(model, _TALK, tools=[_TOOL])
     except ValueError:
         text = ""
     for name, form in FORMS.items():
-        if _written(form, "probe", {"q": "x"}) in text:
-            return ToolForm(name, thinks)
-    return ToolForm(tool_format, thinks, tool_format is not None)
+        if written(form, "probe", {"q": "x"}) in text:
+            return ToolForm(name, form.think[1] in template.text, reads=name)
+    name, is_text = tool_format, tool_format is not None
+    return ToolForm(name, reads is not None, is_text, name or reads or "hermes")
 
 
-def is_inside(prompt: str) -> bool:
+def is_inside(prompt: str, form: ToolForm) -> bool:
     """Whether a prompt ends within thoughts."""
-    return prompt.rstrip().endswith("<think>")
+    return form.thinks and prompt.rstrip().endswith(FORMS[form.reads].think[0].rstrip())
 
 
-def _written(form: Form, name: str, arguments: Mapping[str, Any]) -> str:
-    said = json.dumps(arguments, ensure_ascii=False)
-    return form.opens + form.before_name + name + form.behind_name + said + form.closes
+def end_ids(form: str, tokenizer: Any) -> list[int]:
+    """Ids of the tokens with which turns of a form end, as they do with the model's stop ids."""
+    known = tokenizer.get_added_vocab()
+    return [known[name] for name in FORMS[form].ends if name in known]
 
 
 def as_text(
@@ -103,7 +109,11 @@ def as_text(
     """
     found: list[Mapping[str, Any]] = []
     if tools:
-        said = _SYSTEM.format(tools="\n".join(json.dumps(one, ensure_ascii=False) for one in tools))
+        calls = (
+            _CALLS if form == "hermes" else _LIKE + written(FORMS[form], "NAME", {"FIELD": "..."})
+        )
+        said = "\n".join(json.dumps(one, ensure_ascii=False) for one in tools)
+        said = _SYSTEM.format(tools=said, calls=calls)
         if turns and turns[0].get("role") == "system":
             said, turns = f"{turns[0].get('content') or ''}\n\n{said}", turns[1:]
         found.append({"role": "system", "content": said})
@@ -112,14 +122,15 @@ def as_text(
         content = turn.get("content") or ""
         if calls := turn.get("tool_calls"):
             texts = [
-                _written(FORMS[form], one["function"]["name"], one["function"]["arguments"])
+                written(FORMS[form], one["function"]["name"], one["function"]["arguments"])
                 for one in calls
             ]
             kept = [content, *texts] if content else texts
             turn = {"role": "assistant", "content": "\n".join(kept)}
         is_result = turn.get("role") == "tool"
         if is_result:
-            said = f"<tool_response>\n{content}\n</tool_response>"
+            fields = {"name": turn.get("name"), "content": content, "json": json.dumps(content)}
+            said = FORMS[form].result.format(**fields)
             if was_result:
                 said = f"{found.pop()['content']}\n{said}"
             turn = {"role": "user", "content": said}

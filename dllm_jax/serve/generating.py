@@ -159,6 +159,9 @@ async def _generate(
         if is_given and not body.stream:
             raise Refusal(f"{name} needs stream: true; set it or leave this out", param=name)
     params = _params(body, facts, max_tokens, tools)
+    if tools is not None:
+        ends = service.ready()[1].end_ids(tools)
+        params["stop_token_ids"] = (*params["stop_token_ids"], *ends)
     num_texts = len(prompts) * params["n"]
     engine = service.engine
     has_open = engine.has_open_of(call.client)

@@ -167,6 +167,12 @@ class TextSide:
         """A turn that is to be read."""
         return structured.Turn(tools, *self._spelt)
 
+    def end_ids(self, tools: Tools) -> list[int]:
+        """See `tool_forms.end_ids`."""
+        from dllm_jax.loading.tool_forms import end_ids
+
+        return end_ids(tools.form, self._reader("tools")) if tools.tools else []
+
     @functools.cached_property
     def _spelt(self) -> tuple[list[bytes | None], dict[str, int]]:
         reader = self._reader("tools")
@@ -232,12 +238,11 @@ class TextSide:
         except (ValueError, TypeError) as error:
             param = "chat_template_kwargs" if "does not read" in str(error) else "messages"
             raise Refusal(str(error), param=param, code="invalid_conversation") from None
-        inside = form.thinks and tool_forms.is_inside(text)
-        name = form.name or "hermes"
+        inside = tool_forms.is_inside(text, form)
         if offer is not None:
-            held = (offer.tools, offer.choice, offer.several, name, form.thinks, inside)
+            held = (offer.tools, offer.choice, offer.several, form.reads, form.thinks, inside)
             return ids, Tools(*held)
-        return ids, Tools((), "none", False, name, True, inside) if form.thinks else None
+        return ids, Tools((), "none", False, form.reads, True, inside) if form.thinks else None
 
     def close(self) -> None:
         """End the threads."""

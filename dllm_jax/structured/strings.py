@@ -1,7 +1,7 @@
 """Strings and numbers: what schemas say of them together."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -60,8 +60,11 @@ def string_patterns(way: Sequence[Any], is_wide: bool = False) -> list[Tree]:
     return [*found.values()]
 
 
-def string_tree(way: Sequence[Any], budget: Budget) -> Tree:
+def string_tree(way: Sequence[Any], budget: Budget, is_quoted: bool = True) -> Tree:
     """What stands between the quotes.
+
+    Args:
+        is_quoted: As in JSON, with escapes; else the string as it is.
 
     Raises:
         NoText: The lengths are not those of the pattern.
@@ -76,15 +79,24 @@ def string_tree(way: Sequence[Any], budget: Budget) -> Tree:
             formats[name] = parsed(FORMATS[name])
         elif name is not None:
             budget.notes[f"{said.path}.format {name!a:.40}"] = None
-    key = patterns_of(way), (*formats,), least, most
+    key = patterns_of(way), (*formats,), least, most, is_quoted
     if key not in budget.kept:
         trees = [shorter(one, longest, is_counted=True) for one in string_patterns(way)]
-        budget.kept[key] = _between_quotes([*trees, *formats.values()], least, most)
+        write = in_json if is_quoted else _as_it_is
+        budget.kept[key] = _between_quotes([*trees, *formats.values()], least, most, write)
     return budget.kept[key]
 
 
-def _between_quotes(trees: list[Tree], least: int, most: int | None) -> Tree:
+def _as_it_is(tree: Tree) -> Tree:
+    return tree
+
+
+def _between_quotes(
+    trees: list[Tree], least: int, most: int | None, write: Callable[[Tree], Tree]
+) -> Tree:
     if not trees:
+        if write is not in_json:
+            return repeated(ANYTHING[0][1][2], least, most)
         char = CHAR if most is None and least < 2 else _COUNTED_CHAR
         return repeated(parsed(char), least, most)
     if len(trees) == 1 and (repeats := repeats_one(trees[0])):
@@ -93,7 +105,7 @@ def _between_quotes(trees: list[Tree], least: int, most: int | None) -> Tree:
         least = max(least, few)
         if most is not None and most < least:
             raise NoText("the lengths are not those of the pattern")
-        return in_json(repeated(one, least, most))
+        return write(repeated(one, least, most))
     tree = both(trees)
     if most is not None and most >= _LONG:
         tree = next(
@@ -107,7 +119,7 @@ def _between_quotes(trees: list[Tree], least: int, most: int | None) -> Tree:
     few, many = lengths(tree)
     if few < least or (most is not None and (many is None or many > most)):
         tree = both([tree, repeated(ANYTHING[0][1][2], least, most)])
-    return in_json(tree)
+    return write(tree)
 
 
 def bounds_of(

@@ -12,30 +12,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from .forms import FORMS, MARKS, Reader, beginning, reading
 from .limits import Budget, TooLarge
-from .schema import schema_tree
-from .trees import Tree, either, free, letters, repeated, text
+from .schema import arguments_tree, schema_tree
+from .trees import LETTERS, Tree, either, free, letters, parsed, repeated, text
 
 MOST_TOOLS, MOST_CALLS = 128, 16
 MOST_LENGTH, MOST_ITEMS = 64, 8  # beyond which a tool that is not strict is not held
 MOST_WHOLE = 8192  # bytes of schemas that are tried as one automaton
-
-
-class Form(NamedTuple):
-    """How a template writes calls: mark, name, arguments, mark."""
-
-    opens: str
-    before_name: str
-    behind_name: str
-    closes: str
-    between: str
-
-
-FORMS = {
-    "hermes": Form("<tool_call>", '\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n"),
-}
-THINK, END_THINK = "<think>", "</think>"
-MARKS = ("<tool_call>", "</tool_call>", THINK, END_THINK)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +44,11 @@ class Tools:
         choice: "auto", "required", "none", or the number of the one to call.
         several: Several calls may follow one another.
         form: A name of `FORMS`.
-        thinks: Thoughts may come first, between `<think>` and `</think>`.
+        thinks: Thoughts may come first, between the form's marks.
         inside: The prompt ends within them.
+        answer: Schema and white space of a `JsonSchema` that stands in the place of prose.
+        budget: Tokens by which thoughts have ended; None: no number is held to.
+        at: The text goes on in this state of the automaton, after its budget of thoughts.
         stage: "whole"; "names": up to a call's arguments, where the text ends; or the number of the
             tool whose arguments come first, after which it goes on as "names".
     """
@@ -73,12 +60,16 @@ class Tools:
     thinks: bool = False
     inside: bool = False
     stage: str | int = "whole"
+    answer: tuple[str, str] | None = None
+    budget: int | None = None
+    at: int | None = None
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> "Tools":
         """From plain values, see `fields`."""
         tools = tuple(Tool(*one) for one in fields["tools"])
-        return Tools(**{**fields, "tools": tools})
+        answer = fields.get("answer") and tuple(fields["answer"])
+        return Tools(**{**fields, "tools": tools, "answer": answer})
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -111,60 +102,97 @@ class Tools:
         """
         return _Writer(self, budget, marks).turn()
 
+    def thoughts(self, marks: Sequence[str] = ()) -> Tree:
+        """The texts that end within thoughts."""
+        return _Writer(self, Budget(), marks).thoughts()
+
 
 class _Writer:
     def __init__(self, tools: Tools, budget: Budget, marks: Sequence[str]):
         self._tools, self._budget, self._form = tools, budget, FORMS[tools.form]
         self._letters = {mark: 256 + i for i, mark in enumerate(marks)}
         self._opens = self._spelt(self._form.opens)
-        self._think, self._end = self._spelt(THINK), self._spelt(END_THINK)
-        thoughts = (THINK, END_THINK) if tools.thinks else ()
-        self._others = [self._letters[one] for one in thoughts if one in self._letters]
+        self._think, self._end = map(self._spelt, self._form.think)
+        # Thoughts with a budget stand at the beginning alone, so that their states are distinct.
+        self._is_apart = tools.thinks and tools.budget is not None
+        marks_of_thoughts = [*([] if self._is_apart else self._think), *self._end]
+        self._others = [one for one in marks_of_thoughts if one > 255] if tools.thinks else []
+        self._banned = [self._think] if self._is_apart else []
 
-    def _spelt(self, mark: str) -> list[int]:
-        return [self._letters[mark]] if mark in self._letters else [*mark.encode()]
-
-    def _text(self, said: str) -> Tree:
-        """A text that may hold one mark."""
-        for mark in self._letters:
-            before, found, behind = said.partition(mark)
-            if found:
-                return [*text(before), *letters([self._letters[mark]]), *text(behind)]
-        return text(said)
+    def _spelt(self, said: str) -> list[int]:
+        """The letters of a text that may hold marks."""
+        found: list[int] = []
+        while said:
+            mark = next((one for one in self._letters if said.startswith(one)), None)
+            found += [*said[0].encode()] if mark is None else [self._letters[mark]]
+            said = said[1 if mark is None else len(mark) :]
+        return found
 
     def turn(self) -> Tree:
         """The whole turn, or the rest of it from a stage on."""
         tools = self._tools
         if isinstance(tools.stage, int):
-            return [*self._arguments(tools.stage), *self._text(self._form.closes), *self._more()]
-        free_text = free([self._opens], None, self._others)
-        if tools.choice == "none":
-            return free_text
+            return [*self._arguments(tools.stage), *self._closes, *self._more()]
         if tools.stage == "names":
             for i in [i for i, tool in enumerate(tools.tools) if tool.strict]:
                 self._arguments(i)  # or refuse
-        calls = [*self._call(), *([] if tools.stage == "names" else self._more())]
-        if tools.choice == "auto":
-            return either([free_text, [*free([], self._opens, self._others), *calls]])
-        space = repeated(text("\n"), 0, 2)
-        opened = [*space, *letters(self._opens)]
-        if not tools.thinks:
-            return [*opened, *calls]
-        thought = either(
-            [
-                [*free([self._opens], self._end), *opened],
-                free([self._end], self._opens),  # models open a call within their thoughts
-            ]
-        )
-        thought = thought if tools.inside else [*space, *letters(self._think), *thought]
-        begins = thought if tools.inside else either([opened, thought])
-        return [*begins, *calls]
+        has_calls = tools.choice != "none" and bool(tools.tools)
+        calls = []
+        if has_calls:
+            calls = [*self._call(), *([] if tools.stage == "names" else self._more())]
+        space, has_prose = repeated(text("\n"), 0, 2), self._form.has_prose
+        opened = [*space, *letters(self._opens), *calls]
+        if not has_calls:
+            body = self._prose()
+        elif tools.choice != "auto":
+            body = opened
+        elif tools.answer is not None:
+            said, white = tools.answer
+            answer = schema_tree(json.loads(said), self._budget, white == "compact")
+            body = either([[*space, *answer], opened])
+        elif has_prose:
+            body = [*free(self._banned, self._opens, self._others), *calls]
+            body = either([self._prose(), body])
+        else:
+            body = either([self._prose(), opened])
+        holds = tools.choice not in ("auto", "none") or tools.answer is not None or self._is_apart
+        if not tools.thinks or not (holds or not has_prose):
+            return body  # thoughts are prose
+        thought = [*self._within(has_calls), *letters(self._end), *space, *body]
+        if has_calls and has_prose:  # models open a call within their thoughts
+            thought = either([thought, [*free([self._end], self._opens), *calls]])
+        if tools.inside:
+            return thought
+        return either([body, [*space, *letters(self._think), *thought]])
+
+    def _within(self, has_calls: bool) -> Tree:
+        return free([self._end, *([self._opens] if has_calls else [])])
+
+    def thoughts(self) -> Tree:
+        """Texts that end within thoughts."""
+        begin = [] if self._tools.inside else [*repeated(text("\n"), 0, 2), *letters(self._think)]
+        return [*begin, *self._within(self._tools.choice != "none" and bool(self._tools.tools))]
+
+    def _prose(self) -> Tree:
+        opens = [self._opens] if self._tools.tools else []
+        if self._form.has_prose or not opens:
+            return free([*opens, *self._banned], None, self._others)
+        # What begins as a call does is one, and nothing else is.
+        first = set(range(256)) - {*b" \n\r\t", self._opens[0]}
+        begun = [[(LETTERS, one)] for one in [*sorted(first), *self._others]]
+        rest = [*either(begun), *free([], None, self._others)]
+        return [*repeated(parsed(r"[ \n\r\t]")), *repeated(rest, 0, 1)]
+
+    @property
+    def _closes(self) -> Tree:
+        return letters(self._spelt(self._form.closes))
 
     def _more(self) -> Tree:
         """Further calls."""
-        if not self._tools.several or isinstance(self._tools.choice, int):
+        between = self._form.between
+        if not self._tools.several or isinstance(self._tools.choice, int) or between is None:
             return []
-        between = [*text(self._form.between), *letters(self._opens)]
+        between = [*text(between), *letters(self._opens)]
         call = [*between, *self._call()]
         return repeated(call, 0, 1 if self._tools.stage != "whole" else None)
 
@@ -177,16 +205,17 @@ class _Writer:
             head = text(form.before_name + self._tools.tools[i].name + form.behind_name)
             is_whole = self._tools.stage == "whole"
             trees.append([*head, *(self._arguments(i) if is_whole else [])])
-        closes = self._text(form.closes) if self._tools.stage == "whole" else []
+        closes = self._closes if self._tools.stage == "whole" else []
         return [*either(trees), *closes]
 
     def _arguments(self, number: int) -> Tree:
         tool = self._tools.tools[number]
         where = f"tools[{number}].function.parameters"
         schema, budget = json.loads(tool.schema), self._budget
+        how = self._form.notation, self._spelt
         try:
             given = schema if tool.strict else _cheaper(schema)
-            return schema_tree(given, budget, compact=True, spaced=True)
+            return arguments_tree(given, budget, *how)
         except TooLarge:
             raise
         except ValueError as error:
@@ -194,7 +223,7 @@ class _Writer:
                 raise ValueError(f"{where}: {error}") from None
         for plain in (_plain(schema), {"type": "object"}):
             try:
-                tree = schema_tree(plain, budget, compact=True, spaced=True)
+                tree = arguments_tree(plain, budget, *how)
             except TooLarge:
                 raise
             except ValueError:
@@ -282,8 +311,9 @@ class Turn:
         form = FORMS[tools.form]
         self._spelt, self._tools = spelt, tools
         # No text of UTF-8 holds the byte 255. Marks that mean nothing in this turn are text.
-        used = (form.opens + form.closes) if tools.tools else ""
-        used += THINK + END_THINK if tools.thinks else ""
+        quote = "" if form.notation is None else form.notation.string[1]
+        used = form.opens + form.closes + quote if tools.tools else ""
+        used += "".join(form.think) if tools.thinks else ""
         self._names = {
             i: b"\xff%d;" % i if mark in used else mark.encode() for mark, i in marks.items()
         }
@@ -294,16 +324,19 @@ class Turn:
                 data = data.replace(mark.encode(), self._names[i])
             return data
 
-        self._opens, self._closes = said(form.opens), said(form.closes)
+        self._opens, self._closes, self._quote = map(said, (form.opens, form.closes, quote))
         if not tools.tools:
-            self._opens = b"\xff;"  # nothing is called
+            self._opens = _NO_MARK
         self._head, self._mid = form.before_name.encode(), form.behind_name.encode()
-        self._thoughts = (said(THINK), said(END_THINK)) if tools.thinks else None
+        think, end = map(said, form.think)
+        self._thoughts = (think, end) if tools.thinks else None
         self._numbers = {one.name: i for i, one in enumerate(tools.tools)}
         self._data = b""
         self._mode = "thought" if tools.inside and tools.thinks else "text"
         self._is_begun, self._held = False, b""
-        self._depth, self._in_string, self._is_escaped = 0, False, False
+        # Whether a call may come, however the text begins.
+        self._is_open = form.has_prose and tools.answer is None
+        self._form, self._reader, self._num_calls = form, _nothing(), 0
         self.waits: int | None = None
         self.thought_tokens = 0
 
@@ -345,6 +378,13 @@ class Turn:
                 if think.startswith(bare):
                     return False
             self._is_begun = True
+        if not self._is_open and self._data:
+            bare = self._data.lstrip()
+            if not last and self._opens.startswith(bare) and bare != self._opens:
+                return False
+            if not bare.startswith(self._opens):
+                self._opens = _NO_MARK
+            self._is_open = True
         return self._until((self._opens,), "text", pieces, last)
 
     def _thought(self, pieces: list[Piece], last: bool) -> bool:
@@ -356,7 +396,7 @@ class Turn:
         found = [(at, mark) for mark in marks if (at := self._data.find(mark)) >= 0]
         at, mark = min(found, default=(len(self._data), b""))
         if not found and not last:
-            at -= max(_beginning(self._data, one) for one in marks)
+            at -= max(beginning(self._data, one) for one in marks)
         before = self._held + _A_NAME.sub(b"", self._data[:at])  # marks where none belongs
         if kind == "thought" and not self._is_begun:
             before = before.lstrip()
@@ -395,29 +435,28 @@ class Turn:
         name, found, rest = self._data.removeprefix(self._head).partition(self._mid)
         if not self._data.startswith(self._head) or not found:
             return False
-        self._data = rest
-        self.waits = self._numbers.get(name.decode(errors="replace"))
-        pieces.append(Piece("call", name.decode(errors="replace")))
-        self._depth, self._in_string, self._is_escaped = 0, False, False
+        self._data, named = rest, name.decode(errors="replace")
+        self.waits = number = self._numbers.get(named)
+        pieces.append(Piece("call", named))
+        schema = None if number is None else json.loads(self._tools.tools[number].schema)
+        self._reader = reading(self._form, schema, self._quote)
+        self._begun = next(self._reader)
         return True
 
     def _arguments(self, pieces: list[Piece], last: bool) -> bool:
-        for i, byte in enumerate(self._data):
-            if self._in_string:
-                if self._is_escaped:
-                    self._is_escaped = False
-                else:
-                    self._is_escaped = byte == 0x5C
-                    self._in_string = byte != 0x22
-                continue
-            self._in_string = byte == 0x22
-            self._depth += (byte in b"{[") - (byte in b"}]")
-            if byte in b"}]" and self._depth == 0:
-                self._show(pieces, self._data[: i + 1])
-                self._data, self._mode = self._data[i + 1 :], "close"
+        found, data = self._begun, self._data
+        self._begun = b"" if data else found
+        if data:
+            self.waits = None
+        for i, byte in enumerate(data):
+            try:
+                found += self._reader.send(byte)
+            except StopIteration as end:
+                self._show(pieces, found + end.value)
+                self._data, self._mode = data[i + 1 :], "close"
                 return True
-        if self._data:
-            self._show(pieces, self._data)
+        if data:
+            self._show(pieces, found)
             self._data = b""
         return False
 
@@ -425,8 +464,6 @@ class Turn:
         data = self._held + data
         size = _whole(data)
         self._held = data[size:]
-        if data:
-            self.waits = None
         if size:
             pieces.append(Piece("arguments", data[:size].decode(errors="replace")))
 
@@ -434,28 +471,30 @@ class Turn:
         if not self._data.startswith(self._closes):
             return False
         self._data, self._mode = self._data[len(self._closes) :], "next"
+        self._num_calls += 1
         pieces.append(Piece("end", ""))
         return True
 
     def _next(self, pieces: list[Piece], last: bool) -> bool:
         at = self._data.find(self._opens)
-        if at < 0:
+        if at < 0 or self._num_calls == MOST_CALLS:
             return False
         self._data, self._mode = self._data[at + len(self._opens) :], "name"
         return True
 
 
+def _nothing() -> Reader:
+    yield b""
+    return b""
+
+
+_NO_MARK = b"\xff;"  # nothing is called
 _A_NAME = re.compile(rb"\xff[0-9]+;")
 
 
 def mark_ids(added: Mapping[str, int]) -> dict[str, int]:
     """The ids of marks that are tokens, of a tokenizer's added ones."""
     return {mark: added[mark] for mark in MARKS if mark in added}
-
-
-def _beginning(data: bytes, mark: bytes) -> int:
-    """How many of the last bytes may begin a mark."""
-    return next(n for n in range(len(mark) - 1, -1, -1) if n == 0 or data.endswith(mark[:n]))
 
 
 def _whole(data: bytes) -> int:

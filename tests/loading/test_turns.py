@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from dllm_jax.loading import chat, templates, turns
+from dllm_jax.loading import chat, templates, tool_forms, turns
+from dllm_jax.structured.forms import FORMS, written
 
 
 def call(name, **arguments):
@@ -183,3 +184,87 @@ def test_control_tokens_in_callers_strings_are_text():
 def test_the_models_own_marks_in_echoed_thoughts_are_no_tokens_but_thoughts():
     turn = turns.thoughts_apart({"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes."})
     assert turn == {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a place",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "days": {"type": "integer", "minimum": 1},
+                "city": {"type": "string", "description": "A city"},
+            },
+            "required": ["city"],
+        },
+    },
+}
+GEMMA = (
+    '<bos><|turn>system\n{}<|tool>declaration:get_weather{{description:<|"|>Weather of a place<|"|>'
+    ',parameters:{{properties:{{city:{{description:<|"|>A city<|"|>,type:<|"|>STRING<|"|>}},'
+    'days:{{type:<|"|>INTEGER<|"|>}}}},required:[<|"|>city<|"|>],type:<|"|>OBJECT<|"|>}}}}<tool|>'
+    "<turn|>\n<|turn>user\nOslo?<turn|>\n<|turn>model\n"
+)
+
+
+def test_gemmas_calls_and_results_stand_in_one_turn():
+    text = (chat._FOLDER / "gemma4.jinja").read_text("utf-8")
+    asked = said(None, "I look it up.", [call("get_weather", days=2, city="Oslo")])
+    talk = turns.plain([ASK, asked, RESULT | {"tool_call_id": "cget_weather"}])
+    called = (
+        "<|channel>thought\nI look it up.\n<channel|>"
+        '<|tool_call>call:get_weather{city:<|"|>Oslo<|"|>,days:2}<tool_call|>'
+        '<|tool_response>response:get_weather{value:<|"|>21 degrees<|"|>}<tool_response|>'
+    )
+    for thinks, ends in ((True, "<|channel>thought\n"), (False, "")):
+        fields = {"tools": [WEATHER], "enable_thinking": thinks, "bos_token": "<bos>"}
+        begins = GEMMA.format("<|think|>\n" if thinks else "")
+        assert templates.fill(text, [ASK], add_generation_prompt=True, **fields) == begins
+        found = templates.fill(text, talk, add_generation_prompt=True, **fields)
+        assert found == begins + called + ends
+    found = templates.fill(text, [*talk, PLAIN, ASK], **fields)
+    kept = called.partition("<channel|>")[2]
+    assert found == f"{begins}{kept}Yes.<turn|>\n<|turn>user\nOslo?<turn|>\n"
+
+
+_CALLS = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+PROBES = {  # what published templates write of a call
+    "hermes": _CALLS + '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
+    "{{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}{% endfor %}</think>",
+    "xml": _CALLS + "<tool_call>\n<function={{ c.function.name }}>\n"
+    "{% for k, v in c.function.arguments | items %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n"
+    "{% endfor %}</function>\n</tool_call>{% endfor %}{% endfor %}",
+    "llama_json": _CALLS + '{"name": "{{ c.function.name }}", "parameters": '
+    "{{ c.function.arguments | tojson }}}{% endfor %}{% endfor %}",
+    "gemma4": (chat._FOLDER / "gemma4.jinja").read_text("utf-8"),
+    None: _CALLS + "call {{ c.function.name }}{% endfor %}{% endfor %}<channel|>",
+}
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_a_form_is_found_in_what_the_template_writes(name):
+    reader = _Reader()
+    reader.chat_template = PROBES[name] + "{{ tools and messages | length and '' }}"
+    model: Any = SimpleNamespace(
+        source="x", defaults=SimpleNamespace(family="llama"), tokenizer=reader
+    )
+    form = tool_forms.tool_form(model)
+    assert (form.name, form.is_text) == (name, False)
+    assert form.thinks is (name in ("hermes", "gemma4", None))
+    assert form.reads == (name or "gemma4")
+    assert tool_forms.is_inside("a<|channel>thought\n", form) is (form.reads == "gemma4")
+    with pytest.raises(ValueError, match="use hermes, xml, gemma4, llama_json"):
+        tool_forms.tool_form(model, "json")
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_calls_and_results_as_texts(name):
+    talk = turns.plain([ASK, ONE, RESULT | {"tool_call_id": "cf"}])
+    system, _, asked, result = tool_forms.as_text(talk, [TOOL], name)
+    call = written(FORMS[name], "f", {"a": 'é\n"<', "b": [1, None]})
+    assert asked == {"role": "assistant", "content": call}
+    assert FORMS[name].opens in system["content"]
+    assert result["role"] == "user"
+    assert "21 degrees" in result["content"]
