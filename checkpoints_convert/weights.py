@@ -5,7 +5,7 @@ The tree is allocated once, in its final form; `copying` fills it by the placeme
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +58,7 @@ def read_weights(
         places.setdefault(place.path, []).append(place)
 
     def copies_of(path: KeyPath, leaf: Array, first: int) -> list[Copy]:
-        found: list[Copy] = []
-        for place in places.get(path, []):
-            index = place.part.index
-            if _is_row(place):
-                if not first <= index[0] < first + len(leaf):
-                    continue
-                part = dataclasses.replace(place.part, index=(index[0] - first, *index[1:]))
-                place = dataclasses.replace(place, part=part)
-            elif first:  # `_has_rows`
-                place = dataclasses.replace(place, start=place.start + first)
-            form = forms.get(path)
-            view = form.values_of(place.part, leaf) if form else place.part.view(leaf)
-            found.append(_copy(report, place, view))
-        return found
+        return _copies(report, places.get(path, []), forms.get(path), leaf, first)
 
     def scaled(path: KeyPath, values: Any) -> Any:
         form = forms.get(path)
@@ -111,6 +98,25 @@ def read_weights(
         parent = find(tree, above)
         parent[last] = scaled(path, parent[last])
     return tree
+
+
+def _copies(
+    report: Report, places: Sequence[Placement], form: Form | None, leaf: Array, first: int
+) -> list[Copy]:
+    """What fills a leaf, or some of its rows from `first` on."""
+    found: list[Copy] = []
+    for place in places:
+        index = place.part.index
+        if _is_row(place):
+            if not first <= index[0] < first + len(leaf):
+                continue
+            part = dataclasses.replace(place.part, index=(index[0] - first, *index[1:]))
+            place = dataclasses.replace(place, part=part)
+        elif first:  # `_has_rows`
+            place = dataclasses.replace(place, start=place.start + first)
+        view = form.values_of(place.part, leaf) if form else place.part.view(leaf)
+        found.append(_copy(report, place, view))
+    return found
 
 
 def _is_row(place: Placement) -> bool:

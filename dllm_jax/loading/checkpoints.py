@@ -32,7 +32,8 @@ from dllm_jax.models.families import (
     defaults_from_json,
     parse_config,
 )
-from dllm_jax.models.family_table import Family, family_named, with_d2f_adapter
+from dllm_jax.models.family import Family, with_d2f_adapter
+from dllm_jax.models.family_table import family_named
 from dllm_jax.models.quantization import (
     HEAD,
     STORED,

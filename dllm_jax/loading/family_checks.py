@@ -18,7 +18,7 @@ from dllm_jax.convert.rules import Placement, find, placements, tensor_shapes
 from dllm_jax.loading.load import load, load_family
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import parse_config
-from dllm_jax.models.family_table import Family
+from dllm_jax.models.family import Family
 
 Tensors = Mapping[str, np.ndarray]
 Reference = Callable[[Tensors, Mapping[str, Any], np.ndarray, np.ndarray], np.ndarray]

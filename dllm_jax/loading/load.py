@@ -23,7 +23,7 @@ from dllm_jax.loading.sources import LoadError, find_adapter, find_folder, find_
 from dllm_jax.models import kv_cache
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import parse_config
-from dllm_jax.models.family_table import Family
+from dllm_jax.models.family import Family
 from dllm_jax.models.head import Unembed
 from dllm_jax.models.kv_cache import KVCacheDType
 from dllm_jax.models.published import PUBLISHED

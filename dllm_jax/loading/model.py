@@ -18,7 +18,7 @@ from dllm_jax.loading.tokenizer import encode, read_tokenizer
 from dllm_jax.models import reference
 from dllm_jax.models.architecture import Architecture
 from dllm_jax.models.dense import DenseConfig
-from dllm_jax.models.family_table import FamilyDefaults
+from dllm_jax.models.family import FamilyDefaults
 from dllm_jax.models.quantization import is_quantized, shapes_like
 from dllm_jax.models.sharding import Exchange, Split, partitioned
 from dllm_jax.scoring import likelihood

@@ -19,8 +19,9 @@ from dllm_jax.loading.load import load_family
 from dllm_jax.loading.model import Model
 from dllm_jax.loading.sources import LoadError, find_folder
 from dllm_jax.models.families import Parsed, config_json, parse_config
+from dllm_jax.models.family import Family
 from dllm_jax.models.family_settings import OURS
-from dllm_jax.models.family_table import Family, family_named
+from dllm_jax.models.family_table import family_named
 
 _GENERATION = "generation_config.json"
 _NOT_KEPT = ("quantization_config", "compression_config", "dtype", "torch_dtype", "dllm_jax")

@@ -254,7 +254,7 @@ def trunk(
         out = attend(i, *qkv, **_in_groups(layer, cfg, qkv[0], ops))
         is_quantized = isinstance(readers[i], Fp8Matrix)
         how = {"cfg": cfg, "ffn": ffn, "ops": ops, "is_quantized": is_quantized}
-        x, normed = _behind(layer, x, out, after[i], given, peers, **how)
+        x, normed = _behind(layer, x, out, after[i], (given, peers), **how)
         streams[i + 1] = x
     return normed, tuple(streams[j] for j in hidden_layers)
 
@@ -320,15 +320,19 @@ def _behind(
     x: Array,
     out: Array | Fp8Groups,
     scale: Array,
-    given: tuple[Any, ...],
-    peers: Array | None,
+    more: tuple[tuple[Any, ...], Array | None],
     *,
     cfg: DenseConfig,
     ffn: FeedForward,
     ops: LayerOps,
     is_quantized: bool,
 ) -> tuple[Array, Array | Fp8Rows]:
-    """The residual stream after a layer, and its norm; `out` is the result of attention."""
+    """The residual stream after a layer, and its norm; `out` is the result of attention.
+
+    Args:
+        more: `given` and `peers` of `trunk`.
+    """
+    given, peers = more
 
     def add(x: Array, y: Any, scale: Array, is_quantized: bool) -> tuple[Array, Any]:
         if peers is not None and reduces(x):

@@ -16,17 +16,9 @@ from dllm_jax.convert.config.special_tokens import TokenizerFacts, first_id, ids
 from dllm_jax.convert.config.writers import WRITERS
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.dflash import DFlashConfig
+from dllm_jax.models.family import Family, FamilyDefaults
 from dllm_jax.models.family_settings import settings_of
-from dllm_jax.models.family_table import (
-    DRAFTS,
-    DREAMON,
-    FAMILIES,
-    RELATIVES,
-    UNI,
-    Family,
-    FamilyDefaults,
-    family_named,
-)
+from dllm_jax.models.family_table import DRAFTS, DREAMON, FAMILIES, RELATIVES, UNI, family_named
 from dllm_jax.models.gemma import GemmaConfig
 from dllm_jax.models.layers import Llama3Scaling, YarnScaling
 from dllm_jax.models.moe import MoEConfig

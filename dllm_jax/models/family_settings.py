@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from typing import Any, get_args
 
 from dllm_jax.convert.config.fields import Fields
-from dllm_jax.models.family_table import BLOCK_ROUTED, Decoding, Family
+from dllm_jax.models.family import Decoding, Family
+from dllm_jax.models.family_table import BLOCK_ROUTED
 
 _FIELDS = {field.name: field.type for field in dataclasses.fields(Decoding)}
 _NOT_OURS = ("family", "remasking", "block_length", "append", "attention", "alternatives")

@@ -203,7 +203,7 @@ def trunk(
         how: Any = {"cfg": cfg, "ops": ops}
         out = attend(i, *_before(layer, rows, *tables[cfg.sliding[i]], dtype=x.dtype, **how))
         how["is_quantized"] = isinstance(readers[i], Fp8Matrix)
-        x, rows = _behind(layer, x, out, firsts[i + 1], is_decoder, live, peers, **how)
+        x, rows = _behind(layer, x, out, firsts[i + 1], (is_decoder, live, peers), **how)
         streams[i + 1] = x
     return rows, tuple(streams[j] for j in hidden_layers)
 
@@ -241,9 +241,7 @@ def _behind(
     x: Array,
     out: Array,
     scale: Array,
-    is_decoder: Array,
-    live: Array | None,
-    peers: Array | None,
+    given: tuple[Array, Array | None, Array | None],
     *,
     is_quantized: bool,
     cfg: GemmaConfig,
@@ -252,8 +250,10 @@ def _behind(
     """The residual stream after a layer, and its norm; `out` is the result of attention.
 
     Args:
+        given: Rows of the decoder, `live` and `peers` of `trunk`.
         is_quantized: Round the norm to 8 bits, for an 8-bit product.
     """
+    is_decoder, live, peers = given
 
     def sandwich(x: Array, branches: Any, following: tuple[Array, ...], **how: Any) -> Any:
         back_end = ops.sandwich_norm

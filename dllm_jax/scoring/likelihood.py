@@ -330,7 +330,7 @@ class _Group:
         for at in range(0, len(rows), count):
             part = rows[at : at + count]
             asked = _Rows.of(self, part, count, cells, reads, lead)
-            out = _forward(self.model, prompt, own, *asked, kind=self.kind, lead=lead)
+            out = _forward(self.model, prompt, own, asked, kind=self.kind, lead=lead)
             values, surest = jax.device_get(out)
             for i, row in enumerate(part):
                 n = len(row.reads)
@@ -445,19 +445,13 @@ def _forward(
     model: Any,
     prompt: Any,
     own: Any,
-    ids: Int[Array, "R W"],
-    positions: Int[Array, "R W"],
-    live: Bool[Array, "R W"],
-    text: Int[Array, " R"],
-    seen: Int[Array, "R W 2"],
-    reads: Int[Array, "R N"],
-    targets: Int[Array, "R N"],
+    rows: "_Rows",
     *,
     kind: str,
     lead: int,
 ) -> tuple[Float[Array, "R N"], Bool[Array, "R N"]]:
-    """Log-probabilities of targets at cells of rows, and whether each is the likeliest; `_Rows`."""
-    length = ids.shape[1]
+    """Log-probabilities of targets at cells of rows, and whether each is the likeliest."""
+    length = rows.ids.shape[1]
 
     def body(params: Any, prompt: Any, own: Any, *args: Array) -> Any:
         ids, positions, live, text, seen, reads, targets = args
@@ -485,8 +479,7 @@ def _forward(
         values, surest = jax.lax.map(one, flat, batch_size=at_once)
         return values.reshape(targets.shape), surest.reshape(targets.shape)
 
-    args = ids, positions, live, text, seen, reads, targets
-    return partitioned(model.split, body, model.params, prompt, own, *args)
+    return partitioned(model.split, body, model.params, prompt, own, *rows)
 
 
 def _run(

@@ -172,7 +172,7 @@ def sweep(
         while (begin := len(outcomes) * len(ids)) + len(ids) <= first + count and begin < total:
             rows = slice(begin, begin + len(ids))
             part = [np.concatenate(leaf)[rows] for leaf in zip(*parts, strict=True)]
-            outcome = _outcome(text_of, is_right, block_of(strategy), problems, lengths, *part)
+            outcome = _outcome(text_of, is_right, block_of(strategy), problems, lengths, part)
             outcomes.append(outcome)
             finished(len(outcomes) - 1, outcome)
     return outcomes
@@ -198,17 +198,12 @@ def _outcome(
     block_size: int | None,
     problems: Sequence[Problem],
     prompt_len: np.ndarray,
-    output: np.ndarray,
-    length: np.ndarray,
-    forwards: np.ndarray,
-    denoise: np.ndarray,
-    finish: np.ndarray,
-    *drafts_and_seconds: np.ndarray,
+    part: Sequence[np.ndarray],
 ) -> Outcome:
+    output, length, forwards, denoise, finish, *drafts, seconds = part
     texts = tuple(text_of(tuple(row[:n].tolist())) for row, n in zip(output, length, strict=True))
     reasons = tuple(FINISH_REASONS[int(code)] for code in finish)
     has_end = np.array([reason == "stop" for reason in reasons])
-    *drafts, seconds = drafts_and_seconds
     counts = [tuple(of_rows.sum(axis=0).tolist()) for of_rows in drafts]
     blocks = None
     if block_size is not None:

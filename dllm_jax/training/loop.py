@@ -162,10 +162,7 @@ def run(
             with contextlib.closing(task.batches(clock.step, num_workers)) as feed:
                 while clock.progress() < 1.0 and not clock.is_over(max_seconds):
                     batch = jax.device_put(next(feed), rows)
-                    factor = learning_rate_factor(config, clock.progress())
-                    if config.budget_seconds is not None:  # compiling may have taken the warm-up
-                        factor = min(factor, (clock.step + 1) / _FIRST_STEPS)
-                    factor = np.float32(factor)
+                    factor = _factor(config, clock)
                     with held():  # a step donates the previous state
                         state, metrics = run_step(state, frozen, batch, factor)
                         clock.step += 1
@@ -190,6 +187,13 @@ def run(
         "done": clock.progress() >= 1.0,
         "metrics": log.last,
     }
+
+
+def _factor(config: RunConfig, clock: run_log.Clock) -> np.float32:
+    factor = learning_rate_factor(config, clock.progress())
+    if config.budget_seconds is not None:  # compiling may have taken the warm-up
+        factor = min(factor, (clock.step + 1) / _FIRST_STEPS)
+    return np.float32(factor)
 
 
 def _save_last(saver: ocp.CheckpointManager, state: TrainState, clock: run_log.Clock) -> None:

@@ -16,7 +16,7 @@ from dllm_jax.api.strategy import resolve_strategy
 from dllm_jax.loading.model import Model
 from dllm_jax.models.architecture import DENSE
 from dllm_jax.models.dense import DenseConfig, init_params
-from dllm_jax.models.family_table import FamilyDefaults
+from dllm_jax.models.family import FamilyDefaults
 from dllm_jax.strategies import AR, BlockDiffusion, MultiBD
 from dllm_jax.strategies.core.draw import token_stats
 from dllm_jax.strategies.core.protocol import Readout

@@ -17,7 +17,7 @@ from dllm_jax.loading.model import Model
 from dllm_jax.models import dense
 from dllm_jax.models.architecture import DENSE, Architecture, arch_of
 from dllm_jax.models.dense import DenseConfig
-from dllm_jax.models.family_table import FamilyDefaults
+from dllm_jax.models.family import FamilyDefaults
 from dllm_jax.models.head import Head, Unembed
 from dllm_jax.models.layers import rope_tables
 from dllm_jax.models.moe import MoEConfig

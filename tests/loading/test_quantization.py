@@ -16,7 +16,7 @@ from dllm_jax.loading import load as loading
 from dllm_jax.loading.load import LoadError
 from dllm_jax.loading.model import Model
 from dllm_jax.models.architecture import arch_of
-from dllm_jax.models.family_table import FamilyDefaults
+from dllm_jax.models.family import FamilyDefaults
 from dllm_jax.models.moe import MoEConfig
 from dllm_jax.models.quantization import is_quantized, quantized
 from dllm_jax.runner.estimate import weights

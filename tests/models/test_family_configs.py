@@ -23,7 +23,8 @@ from dllm_jax.models.families import (
     find_family,
     parse_config,
 )
-from dllm_jax.models.family_table import FAMILIES, with_d2f_adapter
+from dllm_jax.models.family import with_d2f_adapter
+from dllm_jax.models.family_table import FAMILIES
 from dllm_jax.models.layers import Llama3Scaling
 from dllm_jax.models.moe import MoEConfig
 from tests.oracles.tiny_configs import CONFIGS

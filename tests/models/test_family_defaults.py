@@ -27,7 +27,8 @@ from dllm_jax.loading.model import Model
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.dense import DenseConfig, init_params
 from dllm_jax.models.families import parse_config
-from dllm_jax.models.family_table import FAMILIES, with_d2f_adapter
+from dllm_jax.models.family import with_d2f_adapter
+from dllm_jax.models.family_table import FAMILIES
 from dllm_jax.strategies import (
     D2F,
     BlockDiffusion,

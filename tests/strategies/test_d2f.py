@@ -28,7 +28,7 @@ from dllm_jax.loading.model import Model
 from dllm_jax.models import dense
 from dllm_jax.models.architecture import Architecture, arch_of
 from dllm_jax.models.families import parse_config
-from dllm_jax.models.family_table import with_d2f_adapter
+from dllm_jax.models.family import with_d2f_adapter
 from dllm_jax.strategies import D2F, MultiBD, load_strategy
 from dllm_jax.strategies.testing.script import Trace, run_script
 from tests.contract import harness, models
