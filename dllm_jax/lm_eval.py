@@ -47,9 +47,9 @@ class DllmLM(TemplateLM):
     Args:
         model: As `dj.LLM` takes it; `pretrained` is the same.
         batch_size, max_batch_size, device: Ignored. The harness always sends some; the engine fills
-            its slots (`max_num_seqs`) by itself, and JAX chooses the device.
+            its slots (`max_num_seqs`) itself, and JAX chooses the device.
         enable_thinking: Of the chat template, where it reads that; None: its default.
-        chat_template_args: What else the chat template reads beside the messages.
+        chat_template_args: What else the chat template reads besides the messages.
         likelihood, budget: `method` and `budget` of `Model.log_likelihood`, for tasks that choose
             among answers or measure perplexity. By "elbo" no answer counts as greedy.
         sizes: All else that `dj.LLM` takes, such as `strategy` or `max_num_seqs`.
@@ -143,8 +143,8 @@ class DllmLM(TemplateLM):
     ) -> list[float]:
         """Log-probability of each whole text, in nats, as perplexity tasks ask.
 
-        A text is cut into pieces of the most tokens that the model takes. Each piece is read behind
-        the last token of the one before it, the first behind the end token.
+        A text is cut into pieces of the most tokens that the model takes. Each piece is read after
+        the last token of the one before it, the first after the end token.
         """
         pieces = []
         size = self.llm.model.config.max_position - 1
@@ -162,7 +162,7 @@ class DllmLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Nats of each continuation behind its context, and whether it is the greedy one.
+        """Nats of each continuation after its context, and whether it is the greedy one.
 
         A context that leaves no room loses its beginning.
         """
@@ -195,10 +195,10 @@ class DllmLM(TemplateLM):
 
 
 def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
-    """What the harness asks of one generation, as ours; greedy unless it samples.
+    """The harness's settings of one generation as `SamplingParams`; greedy unless it samples.
 
     Raises:
-        ValueError: It asks for what does not exist.
+        ValueError: A setting has no equivalent here.
     """
     left = dict(given)
     until = left.pop("until", None) or ()

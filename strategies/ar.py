@@ -1,6 +1,6 @@
 """Plain autoregressive decoding: one token a forward, drawn by position.
 
-The window is an anchor (the last known token) and a hole behind it. The forward runs the anchor,
+The window is an anchor (the last known token) and a hole after it. The forward runs the anchor,
 whose row predicts the hole. The anchor goes to the cache, and the window moves on by one.
 
 A draw depends on the absolute position alone, so speculative decoding with the same keys reproduces
@@ -36,7 +36,7 @@ class AR(Strategy):
         return blocks.begin(state, first.token, chunk.last)
 
     def step(self, forward, state):
-        """Run the anchor, fill the hole behind it."""
+        """Run the anchor, fill the hole after it."""
         if state.buffer.tokens.shape[1:] != (1, 2):
             raise ValueError(
                 f"block_size={self.block_size}, buffer_size={self.buffer_size}: the window is "

@@ -28,7 +28,7 @@ class BlockDiffusion(Strategy):
 
     Attributes:
         accept_threshold: Probability (strictly) above which "dynamic" accepts.
-        entropy_bound: Nats that "entropy" may spend in a step beside its surest token.
+        entropy_bound: Nats that "entropy" may spend in a step besides its surest token.
         remasking: "sequential": the leftmost holes; "static": the surest ones; "dynamic": all
             above the threshold, or the surest if those are too few; "entropy": the surest ones
             within the bound; "random": any.

@@ -1,7 +1,7 @@
-"""Discrete diffusion forcing: pipelined blocks behind a prompt that sees itself whole.
+"""Discrete diffusion forcing: pipelined blocks after a prompt that sees itself whole.
 
 Up to K blocks are denoised together. Each sees the prompt, the blocks before it and itself. The
-forward that commits the first block denoises those behind it. These rules are those of `multi_bd`.
+forward that commits the first block denoises those after it. These rules are those of `multi_bd`.
 What differs is the prompt: one pass takes it in, in which every row sees every other. Its keys and
 values depend on all of it, so its pages are reused for the same whole prompt only.
 
@@ -21,7 +21,7 @@ from .core.protocol import Knob, Strategy, knob
 
 
 class D2F(Strategy):
-    """Pipelined blocks behind a prompt in full attention.
+    """Pipelined blocks after a prompt in full attention.
 
     Attributes:
         accept_threshold: A token is accepted when its probability is above it (strictly); from 1

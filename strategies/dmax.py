@@ -4,7 +4,7 @@
 2. A filled cell shows a mixture of its token's embedding and the mask's, weighted by how sure the
    model is. It takes the model's new token in every step, so that early mistakes can be mended.
 3. A complete block leaves when a step changed nothing, when the model is sure of all of it, or when
-   it has had as many steps as it has cells. Its keys and values are those of its plain tokens.
+   it has had one step for each of its cells. Its keys and values are those of its plain tokens.
 
 Source: DMax (arXiv 2604.08302) and its code, `decode_uniform`; the window of several blocks, the
 stability gate and `compat="diffulex"` are Diffulex's.

@@ -97,7 +97,7 @@ class Edit(Strategy):
         return block_rewrite.differs(state, stats.token) & sure
 
     def _penalty(self, state: DecodeState) -> tuple[Int[Array, "B K S"], Array] | None:
-        """The left neighbour's token in the block and its penalty, 0 behind a hole."""
+        """The left neighbour's token in the block and its penalty, 0 after a hole."""
         if not self.penalty_lambda:
             return None
         first = ((0, 0), (0, 0), (1, 0))

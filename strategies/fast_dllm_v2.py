@@ -31,7 +31,7 @@ class FastDLLMV2(Strategy):
     Attributes:
         accept_threshold: A token is accepted when its probability is above it (strictly); the
             surest of the sub-block always is.
-        sub_block_size: Cells that are filled before those behind them; it divides `block_size`.
+        sub_block_size: Cells that are filled before those after them; it divides `block_size`.
         use_block_cache: Run sub-blocks alone where they may; False runs the whole block each time.
     """
 

@@ -5,8 +5,8 @@ Prompt, text and what follows it stand in one window, and every cell sees every 
 1. The text is cut in blocks of `block_length` from the prompt's end, filled from left to right.
 2. The model runs over the whole window. With `cfg_scale` it runs once more with all given tokens
    hidden, and the logits move away from those of that run.
-3. Of the holes of the current block the best-scored are filled, as many as the schedule says, and
-   all whose token is surer than `accept_threshold`.
+3. In the current block the schedule's number of holes is filled, best scores first, and all
+   whose token is surer than `accept_threshold`.
 
 With `append` the masks of later blocks do not exist yet: a forward runs prompt and text up to the
 current block's end, in the least of a few widths, so a window may be long.
@@ -43,7 +43,7 @@ class FullSequence(Strategy):
     """Diffusion over prompt and text together.
 
     Attributes:
-        accept_threshold: Tokens whose probability is above it (strictly) are taken beside the
+        accept_threshold: Tokens whose probability is above it (strictly) are taken besides the
             schedule's; from 1 up none is. Below 1 all but "origin" take one at least.
         steps: Forwards of a text, shared evenly by its blocks; None: one token a forward.
         block_length: Tokens of a block of the text; None: the text is one block.

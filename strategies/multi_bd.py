@@ -1,8 +1,8 @@
 """Multi-block diffusion: up to K blocks denoised together, committed from the left.
 
 A block opens once the one before it has some progress. It accepts the tokens that the model is
-sure of, and takes its surest token by force only behind a nearly complete block. The forward that
-commits the first block denoises those behind it, so no forward is spent on the cache alone.
+sure of, and takes its surest token by force only after a nearly complete block. The forward that
+commits the first block denoises those after it, so no forward is spent on the cache alone.
 
 Source: MBD-LMs, algorithm 5; Diffulex's `multi_bd`.
 """
@@ -15,7 +15,7 @@ from .core.protocol import Knob, Strategy, knob
 
 
 class MultiBD(Strategy):
-    """Pipelined blocks behind a block-causal prefix.
+    """Pipelined blocks after a block-causal prefix.
 
     Attributes:
         accept_threshold: A token is accepted when its probability is above it (strictly); from 1

@@ -1,1 +1,1 @@
-"""What users call: `LLM`, `generate`, and how a strategy is chosen for a model."""
+"""The Python interface: `LLM`, `generate`, and the choice of a strategy for a model."""

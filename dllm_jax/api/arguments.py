@@ -74,7 +74,7 @@ def model_of(model: Any, num_devices: Any, **of_load: Any) -> Model:
 
 
 def progress_of(progress: bool | Progress) -> Progress | None:
-    """What is called while programs are compiled: the caller's function, or a line's."""
+    """The callback for progress of compiling: the caller's function, or one that draws a line."""
     if callable(progress):
         return progress
     return buckets.progress_line() if progress else None

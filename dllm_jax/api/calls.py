@@ -120,7 +120,7 @@ class Turns:
 
 
 class Walk:
-    """A text along its grammar: where its limit left it no choice but the shortest end.
+    """Follows a text along its grammar, to where its limit left only the shortest end.
 
     Args:
         grammar: With `start`, `delta`, `class_of` and `distance`; None: it is held to nothing.
@@ -138,7 +138,7 @@ class Walk:
         self._look()
 
     def take(self, tokens: Sequence[int]) -> list[int]:
-        """Those of the next tokens that are the model's."""
+        """The leading tokens that the model wrote; the others were the grammar's only choice."""
         kept = []
         for token in tokens:
             if self.is_cut:

@@ -30,7 +30,7 @@ MOST_REFUSALS = 64  # kept apart: refusals drop no automaton
 
 @dataclasses.dataclass(frozen=True)
 class ConstraintReport:
-    """What a constraint costs.
+    """The cost of a constraint.
 
     Attributes:
         states, classes: Sizes of its automaton; every state treats the tokens of a class alike.

@@ -41,7 +41,7 @@ _NUMBERS = {name: NUMBERS[name] for name in ("temperature", "top_p", "max_nfe")}
 
 
 class GenerateOutput(struct.PyTreeNode):
-    """What `generate` returns; a pytree.
+    """The result of `generate`; a pytree.
 
     Attributes:
         tokens: Emitted ids, 0 past `length`; neither prompt nor stop id is among them.
@@ -109,7 +109,7 @@ def generate(
             `dflash` for a model of `ar` with a draft.
         max_tokens: Most tokens a row may emit; static (another value compiles again).
         temperature, top_k, top_p, max_nfe: One value, or one a row.
-        stop_token_ids: Ids that end a row, beside the model's own (unless `ignore_eos`).
+        stop_token_ids: Ids that end a row, besides the model's own (unless `ignore_eos`).
         prompt_len: Length of each row of an array of prompts; None: all of it.
         draft: The model a speculative strategy drafts with.
         kv_cache_dtype: As in `dj.load`.

@@ -1,4 +1,4 @@
-"""`LLM`: a model, a strategy and an engine behind a few calls: generate, chat, stream, infill.
+"""`LLM`: a model, a strategy and an engine in a few calls: generate, chat, stream, infill.
 
 Data flow: what the user writes -> `Request`s (`prompts`, `infill`) -> the engine -> outputs.
 """
@@ -226,7 +226,7 @@ class LLM:
             params: One for all or one a prompt; None: `default_params`. Also `sampling_params`.
             use_tqdm: A progress bar, on a terminal.
             trajectory: Keep what every forward wrote in `metrics.trajectory`; slower, because each
-                forward is read by itself.
+                forward is read on its own.
 
         Raises:
             ValueError: Every prompt is refused; the reason is the first one's.
@@ -330,7 +330,7 @@ class LLM:
         within its first canvas.
 
         `outputs[0].text` spans the first hole to the last, given tokens included. It ends early at
-        a stop id that was written; `ignore_eos=True` fills the holes behind it as well.
+        a stop id that was written; `ignore_eos=True` fills the holes after it as well.
 
         Args:
             prefix: A text, a list of token ids, a conversation or a list of parts, or a list of
@@ -339,7 +339,7 @@ class LLM:
             params: One for all or one a prefix; None: `default_params`.
 
         Raises:
-            ValueError: The strategy does not see the text behind a hole, or every text is refused,
+            ValueError: The strategy does not see the text after a hole, or every text is refused,
                 for example because it has no hole or does not fit the window.
 
         Example:
@@ -376,7 +376,7 @@ class LLM:
         return decide(self.model, context, questions, joint=joint, run=run)
 
     def constraint_report(self, constraint: Any) -> ConstraintReport:
-        """What a constraint of `SamplingParams` costs; it is compiled and kept.
+        """The cost of a constraint of `SamplingParams`, which is compiled and kept.
 
         Raises:
             ValueError: It cannot be compiled, or this model or strategy takes no constraint.

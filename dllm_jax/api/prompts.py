@@ -1,4 +1,4 @@
-"""What a user writes as prompts: texts, token ids and conversations.
+"""Prompts as users write them: texts, token ids and conversations.
 
 Data flow: prompts -> `request_of` each -> an inbox of the engine -> outputs in their order (`run`).
 """
@@ -151,7 +151,7 @@ def request_of(
 
 
 def _given(prompt: Any) -> tuple[Any, str | None]:
-    """What a prompt is made of, and its text if it has one."""
+    """The content of a prompt, and its text if it has one."""
     if not isinstance(prompt, Mapping):
         return prompt, prompt if isinstance(prompt, str) else None
     for name in prompt.keys() - {"prompt", "prompt_token_ids"}:

@@ -69,8 +69,8 @@ class Reading:
 
     Attributes:
         attention, shift, mask_token_id: Those of the family; a causal model has no mask (-1).
-        end_token_id: The id behind the answers, None for none.
-        multiple: Texts are padded with masks to a multiple of so many tokens.
+        end_token_id: The id after the answers, None for none.
+        multiple: Texts are padded with masks to a multiple of this many tokens.
     """
 
     attention: str
@@ -206,14 +206,14 @@ def _prompt(model: chat.TextModel, text: str) -> tuple[str, bool]:
 
 
 def _letters(model: chat.TextModel, said: str, count: int) -> list[int]:
-    """The token of each letter behind a text.
+    """The token of each letter after a text.
 
     Raises:
         ValueError: A letter is no token of its own there.
     """
     tail = said[-48:]
     before = encode(model.tokenizer, tail, special=False)
-    # Behind a colon a word begins, which most vocabularies write with its space.
+    # After a colon a word begins, which most vocabularies write with its space.
     forms = (" {}", "{}") if tail.endswith(":") else ("{}", " {}")
     for form in forms:
         found = []

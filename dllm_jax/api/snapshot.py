@@ -79,7 +79,7 @@ class SnapshotError(ValueError):
 
 
 def snapshot_folder() -> Path:
-    """Where snapshots go: beside the compile cache."""
+    """Where snapshots go: next to the compile cache."""
     return cache_folder().parent / "snapshots"
 
 
@@ -154,7 +154,7 @@ def _new_folder(base: Path) -> Path:
 
 
 def model_facts(model: Model) -> dict[str, Any]:
-    """What identifies a model: its source, network and weights."""
+    """The identity of a model: its source, network and weights."""
     return {
         "source": model.source,
         "dtype": str(jax.tree.leaves(model.params)[0].dtype),

@@ -159,7 +159,7 @@ def usual_sizes(
     most = model.config.max_position
 
     def room(steps: int) -> int:
-        """Tokens of context that `steps` leave."""
+        """The most tokens of context of a text that still takes `steps`."""
         return most - max(text_len(strategy, steps, draft) for strategy in strategies)
 
     if steps is None:

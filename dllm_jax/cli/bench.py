@@ -28,7 +28,7 @@ BARE_BLOCKS, BARE_ROUNDS = 4, 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is measured, each with its flags."""
+    """Add the kinds of measurement, each with its flags."""
     whats = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
     for what, summary, load in LOADS:
         child = whats.add_parser(what, help=summary, description=summary)

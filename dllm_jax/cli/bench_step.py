@@ -1,4 +1,4 @@
-"""`dllm-jax bench step`: one decode step by shape, beside its floor, as a table, JSON and a plot.
+"""`dllm-jax bench step`: one decode step by shape, next to its floor, as a table, JSON and a plot.
 
 Data flow: command line -> the model, loaded once -> `dllm_jax.bench.step` for each shape -> lines.
 """
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _draft(args: argparse.Namespace, model: Any) -> Any:
-    """The draft beside its target, None without one."""
+    """The drafter of a target, None without one."""
     from dllm_jax.api.drafts import bind_draft
     from dllm_jax.strategies import DFlash
 

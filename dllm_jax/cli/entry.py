@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status.
 
     Args:
-        argv: Words behind the command's name; None: those of this process. A signal then ends the
+        argv: Words after the command's name; None: those of this process. A signal then ends the
             process here, because an orderly exit would wait for the device.
     """
     if argv is None:

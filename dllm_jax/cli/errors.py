@@ -38,7 +38,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _of_a_user(error: BaseException) -> tuple[str, str]:
-    """What an exception of a strategy's file says, and where; nothing of one of our own."""
+    """Message and place of an exception in a strategy's file; empty for one in our own code."""
     if "dllm_jax.strategies" not in sys.modules:  # it imports JAX
         return "", ""
     from dllm_jax.strategies.core import errors

@@ -227,7 +227,7 @@ def _evaluate(
 
 
 def facts_of(args: argparse.Namespace, model: Any) -> dict[str, Any]:
-    """What a report says of model, problems and machine."""
+    """The part of a report on model, problems and machine."""
     import jax
 
     from dllm_jax import __version__

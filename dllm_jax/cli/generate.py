@@ -121,7 +121,7 @@ def _check_infills(args: argparse.Namespace, strategy: Any) -> None:
 
 
 def _constraint(args: argparse.Namespace) -> Any:
-    """What the text must be, or None."""
+    """The constraint that the flags name, or None."""
     from dllm_jax import structured
 
     if args.regex is not None:

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
 
 
 def _notes(report: Any) -> list[str]:
-    """What to know of how it is decoded."""
+    """Lines on how the model is decoded."""
     from dllm_jax.api.strategy import alternatives_note
     from dllm_jax.models.dflash import DFlashConfig
 

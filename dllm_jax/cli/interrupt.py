@@ -46,8 +46,8 @@ class Interrupt:
     A second signal before `reset` ends the process at once.
 
     Attributes:
-        tell: Prints what there is and returns the error line; called once, by whoever ends the
-            work.
+        tell: Prints the results so far and returns the error line; called once, by the thread that
+            ends the work.
         forced: The signals that end the process if the main thread does not react in time.
     """
 

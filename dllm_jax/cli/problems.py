@@ -9,7 +9,7 @@ from dllm_jax.cli.flags import Flag, Group, flag, seed, whole
 
 
 def problem_flags(count: int, halves: tuple[str, ...], *others: Flag) -> Group:
-    """Which problems are decoded, and how their texts are judged.
+    """Flags that choose problems and how their texts are judged.
 
     Args:
         count: Problems of a built-in half that are taken by default.

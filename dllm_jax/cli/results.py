@@ -1,4 +1,4 @@
-"""What `generate` prints: one text as it grows, its window, or a line or paragraph a prompt.
+"""The output of `generate`: one text as it grows, its window, or a line or paragraph a prompt.
 
 Each form takes outputs as they come (`show`), then `end`. `cut_short` prints the text so far
 instead; the watching thread may call it while the engine is stuck.

@@ -13,7 +13,7 @@ BAR_FROM = 200_000_000  # bytes; less is read before a progress bar could be see
 
 
 def load_model(args: argparse.Namespace) -> Any:
-    """The model of `--model` and the flags beside it; turns the compile cache on."""
+    """The model of `--model` and the flags that go with it; turns the compile cache on."""
     from tqdm import tqdm
 
     import dllm_jax as dj

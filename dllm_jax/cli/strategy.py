@@ -21,7 +21,7 @@ SIZES = ("block_size", "buffer_size")
 
 
 def load(spec: str | None) -> Any:
-    """The strategy value behind `spec`, without fields; a file is executed here and only here.
+    """The strategy value that `spec` names, without fields; a file is executed here and only here.
 
     Raises:
         UsageError: It names no strategy, or its file cannot be run.

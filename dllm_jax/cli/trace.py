@@ -139,7 +139,7 @@ class _Out(NamedTuple):
 
     @property
     def form(self) -> str:
-        """Which file it is, one of `FORMS`; "" for a folder."""
+        """The form of a file, one of `FORMS`; "" for a folder."""
         return "" if self.is_folder else self.path.suffix.lower()
 
 
@@ -259,7 +259,7 @@ def _write_folder(out: Path, trajectory: Any, tokenizer: Any) -> str:
 
 @contextlib.contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """A file beside `path` that takes its place once it is written; gone where that fails."""
+    """A file next to `path` that takes its place once it is written; gone where that fails."""
     number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(number)
     part = Path(name)

@@ -228,7 +228,7 @@ def _race(
 
 
 def _found(labels: list[str], rows: list[Any], result: Any, y_max: float | None) -> dict[str, Any]:
-    """What a race found, of each setting and of the winner."""
+    """The outcome of a race for each setting and for the winner."""
     import numpy as np
 
     from dllm_jax.tasks import evaluate
@@ -273,7 +273,7 @@ def _stacked(outcomes: list[Any], name: str) -> Any:
 
 
 def _tuned(facts: dict[str, Any]) -> dict[str, Any]:
-    """What `--strategy-config` reads, and where it comes from."""
+    """The content of a file for `--strategy-config`, and its origin."""
     about = (
         "model",
         "set",

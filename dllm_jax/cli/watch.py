@@ -1,7 +1,7 @@
 """Draws the denoising window in the terminal, or as plain lines without a terminal.
 
 Data flow: an output of the engine -> `frame`, as text -> `Watch.show`. Committed text is plain,
-settled cells are green, provisional ones (behind a hole) yellow, holes grey dots.
+settled cells are green, provisional ones (after a hole) yellow, holes grey dots.
 """
 
 import dataclasses

@@ -1,1 +1,1 @@
-"""What several processes, or kernels of several devices, add to a runner."""
+"""Runners of several processes, and kernels of several devices."""

@@ -241,7 +241,7 @@ def _reached(hosts: list[str], port: int) -> socket.socket:
 
 
 def _shared(found: dict[str, Any]) -> dict[str, Any]:
-    """What process 0 gives, on every process; what the others give is nothing."""
+    """Send the value of process 0 to all processes; the values of the others are ignored."""
     from jax.experimental import multihost_utils
 
     words = np.frombuffer(json.dumps(found).encode().ljust(_SHARED_BYTES), np.int32)
@@ -281,7 +281,7 @@ def _framed(head: dict[str, Any], arrays: list[np.ndarray]) -> bytes:
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
-    """So many bytes.
+    """Receive exactly `size` bytes.
 
     Raises:
         EOFError: The connection ended before.

@@ -104,7 +104,7 @@ def _agree(runner: ModelRunner, model: Model, strategy: Any, aux: Mapping[str, M
 
 
 def _follow(runner: ModelRunner, warm_up: bool) -> NoReturn:
-    """What a process other than the first does: what the first calls."""
+    """Run a process other than the first: repeat the calls of the first."""
     follower = hosts.Follower()
     if warm_up:
         runner.submit(runner.device.compile_reset)

@@ -178,7 +178,7 @@ def special_stops(
         stop_ids: Ids that end the text anyway.
 
     Raises:
-        ValueError: A string holds a special token beside other text.
+        ValueError: A string holds a special token next to other text.
     """
     special = _read_vocabulary(tokenizer).special_texts if stops else {}
     for stop in stops:

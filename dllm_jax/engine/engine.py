@@ -40,7 +40,7 @@ NEWEST_SHARE = 0.2  # of the last chunk in the running mean of a step's seconds
 
 @dataclasses.dataclass(slots=True)
 class _Round:
-    """What a step dispatched: decode chunks, or prefill passes alone and the last one's handle."""
+    """The work of a step: decode chunks, or only prefill, with the handle of its last pass."""
 
     chunks: list[Chunk]
     last_pass: Any = None

@@ -6,7 +6,7 @@ MOST_REPORTED = 256  # pairs of type and place
 
 
 class Faults:
-    """What went wrong in the handling of single requests.
+    """Counts and reports exceptions in the handling of single requests.
 
     Args:
         report: Takes a line, once for each type and place; None: nobody reads it.

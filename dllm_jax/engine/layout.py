@@ -1,4 +1,4 @@
-"""What the host loop knows of the device's programs: sizes and rules, as plain numbers.
+"""Sizes and rules of the device's programs, as plain numbers for the host loop.
 
 `runner.buckets` makes an `EngineLayout` from model, strategy and configuration.
 """
@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from dllm_jax.engine import checks
 
 # How the rows of a prefill pass see each other: their block and those before it, tokens up to their
-# own, or every row. Text behind a prompt of kind "full" is recomputed as "blocks".
+# own, or every row. Text after a prompt of kind "full" is recomputed as "blocks".
 PassKind = Literal["blocks", "causal", "full"]
 
 NO_LIMIT = 2**31 - 1
@@ -33,10 +33,10 @@ class EngineConfig:
         max_num_seqs: Slots: texts decoded at once.
         max_model_len: Most tokens of prompt and text together; None: the model's positions.
         page_size: Tokens of a page.
-        num_pages: Pages of the pool; None: as many as memory holds.
+        num_pages: Pages of the pool; None: all that memory holds.
         memory_utilization: Share of the device's memory to use when `num_pages` is None.
         enable_prefix_caching: Reuse pages of equal prefixes.
-        max_num_batched_tokens: Most prefill tokens between two decode steps; None: as many as
+        max_num_batched_tokens: Most prefill tokens between two decode steps; None: the most that
             keep the step below twice its time. That budget is multiplied by the waiting prompts,
             or, where a text is streamed, by the waiting prompts for each decoding text.
         max_steps_per_chunk: Most decode steps of one dispatch.
@@ -94,13 +94,13 @@ class EngineLayout:
     Attributes:
         num_slots, num_pages, page_size, max_model_len, max_steps_per_chunk: As configured.
         block_size: S, tokens of a block.
-        window: W, cells of the window: a step commits and writes at most so many positions.
+        window: W, cells of the window: a step commits and writes at most W positions.
         is_grid: Blocks start at multiples of S, not at the prompt's end.
         is_full: Prompt rows all see each other: one pass, reusable only as a whole.
         is_token_causal: Prompt rows see the tokens up to their own.
         in_window: Prompts stay in the window and are never prefilled.
         token_a_step: Each step settles a token at least.
-        pins: A request may bring cells of the first block behind its prompt.
+        pins: A request may bring cells of the first block after its prompt.
         starts_filled: A request may bring cells of its first window.
         compute_at_least: Prompt tokens a prefix hit must leave to compute: 0, 1, or a block.
         soft_commits: Committed keys depend on more than tokens, or their bits do: generated pages
@@ -108,7 +108,7 @@ class EngineLayout:
         starts_over: A preempted request starts over: its slot does not hold its whole state, or
             recomputed keys would have other bits.
         prefix_caching: Reuse pages across requests.
-        salt: What keys and values depend on beside the tokens: model, adapter, mask, block size.
+        salt: What keys and values depend on besides the tokens: model, adapter, mask, block size.
         vocab_size, mask_id, stop_token_ids, unread_token_ids: Of the model.
         knobs: The strategy's thresholds, with the range of each.
         whole_knobs: Those that are whole numbers.
@@ -192,7 +192,7 @@ class EngineLayout:
         return prompt_len // self.block_size * self.block_size if self.is_grid else prompt_len
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold so many tokens."""
+        """Pages that hold this many tokens."""
         return -(-num_tokens // self.page_size)
 
 
@@ -216,7 +216,7 @@ class Placement:
         limit: First absolute position that may not be emitted.
         knobs: One value for each of `EngineLayout.knobs`.
         seed, fold: The sequence's random key is `fold_in(key(seed), fold)`.
-        given: Ids behind the prompt, `HOLE` for one to be written; cells behind them are to be
+        given: Ids after the prompt, `HOLE` for one to be written; cells after them are to be
             written too. Only for prompts in the window, or with `pins` or `starts_filled`.
     """
 

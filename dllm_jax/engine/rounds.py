@@ -1,10 +1,10 @@
-"""The size of a round: decode steps, groups of rows, and prefill that fits beside them.
+"""The size of a round: decode steps, groups of rows, and prefill that fits into the same round.
 
-A piece of prefill may cost nearly as much as the decode steps beside it, so a long prompt at most
-doubles the time of a step. Where no client streams, that share holds for each waiting prompt: the
-sooner all of them decode, the fewer rounds run half empty. Where one does, the share is multiplied
-by the waiting prompts for each decoding text, so that few texts do not hold many prompts up.
-`runner.cost` predicts seconds; without it, rounds are sized by tokens.
+A piece of prefill may cost nearly as much as the decode steps of its round, so a long prompt at
+most doubles the time of a step. Where no client streams, that share holds for each waiting prompt:
+the sooner all of them decode, the fewer rounds run half empty. Where one does, the share is
+multiplied by the waiting prompts for each decoding text, so that few texts do not hold many prompts
+up. `runner.cost` predicts seconds; without it, rounds are sized by tokens.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from dllm_jax.engine.layout import NO_LIMIT, EngineLayout
 from dllm_jax.engine.scheduler import Scheduler
 from dllm_jax.engine.sequence import DECODE, Pass, Sequence
 
-# How long a dispatch should last. Beside its steps, each takes some 2.5 ms on an H200 (SDAR-1.7B):
+# How long a dispatch should last. Its steps aside, each takes some 2.5 ms on an H200 (SDAR-1.7B):
 # 1.4 in the call, which looks at some 300 arrays with cold caches, and 1.1 on the way back; 3 to 5
 # ms for the 900 arrays of DiffusionGemma. A request that ends does so at once, as its chunk does;
 # one that is aborted leaves its slot at the chunk's end.
@@ -26,11 +26,11 @@ CHUNK_S_WATCHED = 0.03  # a client streams, or a request that comes now could ha
 CHUNK_S_WAITING = 0.016  # a request waits to decode: sqrt(2 ms x 64 steps x 2 ms a step)
 PREFILL_ALONE = 4  # largest prefill buckets of a round without decode steps
 
-# Work beside the decode steps of most rows, as a share of their time: prefill, and steps of rows
-# with much longer contexts. Predicted costs leave out dispatches: at 0.7 the 99th percentile of a
-# step on an H200 rose 1.8 to 2.2 times beside a prompt of 32,000 tokens.
+# Work next to the decode steps of most rows, as a share of their time: prefill, and steps of
+# rows with much longer contexts. Predicted costs leave out dispatches: at 0.7 the 99th percentile
+# of a step on an H200 rose 1.8 to 2.2 times next to a prompt of 32,000 tokens.
 BESIDE = 0.5
-MINOR = 4  # a group with at most 1 / MINOR of the largest group's rows runs beside it
+MINOR = 4  # a group with at most 1 / MINOR of the largest group's rows runs with it
 
 # Rows of one dispatch, the columns of their page table, and their steps.
 Group = tuple[list[Sequence], int, int]
@@ -144,7 +144,7 @@ def groups(
 ) -> list[Group]:
     """Rows grouped by page bucket; neighbours are merged if one dispatch is cheaper than two.
 
-    Short contexts then do not pay for long ones. Minor groups run the steps that fit beside those
+    Short contexts then do not pay for long ones. Minor groups run the steps that fit next to those
     of the largest group, at least one; the others run all.
     """
     every = scheduler.columns(decoding)
@@ -193,7 +193,7 @@ def _within(seconds: float, step_s: float, steps: int) -> int:
 def _seconds_beside(
     scheduler: Scheduler, decoding: list[Sequence], steps: int, cost: Cost
 ) -> float:
-    """Seconds left for prefill beside the decode steps of a round."""
+    """Seconds left for prefill next to the decode steps of a round."""
     sized = groups(scheduler, decoding, steps, cost)
     most = max((rows for rows, _, _ in sized), key=len)
     left = 0.0

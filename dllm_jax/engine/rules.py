@@ -1,4 +1,4 @@
-"""What a request may hold, as rows that every surface reads.
+"""Limits of a request, as rows that every surface reads.
 
 `NUMBERS` and `TYPED` are of single fields: `SamplingParams`, `generate`, bodies over HTTP and flags
 check by them. `RULES` are of a request in an engine: `check` refuses the first that it breaks.

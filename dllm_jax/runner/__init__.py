@@ -1,1 +1,1 @@
-"""What runs on the device: the compiled programs, their sizes, memory and times."""
+"""The device side of the engine: compiled programs, their sizes, memory and times."""

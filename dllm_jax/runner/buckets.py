@@ -124,7 +124,7 @@ def make_layout(
 
 
 def _salt(model: Model, strategy: Any, aux: Mapping[str, Model]) -> bytes:
-    """What keys and values depend on beside the tokens."""
+    """Everything besides the tokens that keys and values depend on, as bytes."""
     needs = strategy.needs
     parts = {
         "model": model.source,

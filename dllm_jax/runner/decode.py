@@ -134,7 +134,7 @@ def boundary_size(strategy: Any, model: Model) -> int:
 def new_pools(
     strategy: Any, model: Model, aux: Mapping[str, Model], num_pages: int, page_size: int
 ) -> dict[str, Any]:
-    """Empty pools of the model and of those the strategy needs beside it."""
+    """Empty pools of the model and of those the strategy needs besides it."""
     models = {TARGET: model, **{name: aux[name] for name in strategy.needs.aux}}
     return {
         name: new_pool(other.config, num_pages, page_size, other.kv_dtype, other.split)

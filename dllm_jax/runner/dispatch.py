@@ -1,4 +1,4 @@
-"""What a host loop does to slots, as calls of programs: each act makes its `Call` and hands it on.
+"""Acts of the host loop on slots, as calls of programs: each act makes its `Call` and passes it on.
 
 Admissions and small pieces of prompts wait for more of their kind, or for the next act, which
 brings them along in its own call.
@@ -159,7 +159,7 @@ class Dispatch:
         return rows
 
     def _with_fresh(self, rows: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
-        """What a program takes that brings the admissions along, and its keywords."""
+        """The arguments of a program that also carries out waiting admissions, and its keywords."""
         given = np.concatenate([rows, self._fresh()], axis=None)
         return given, {"knobs": self.knobs, "num_rows": len(rows), "width": rows.shape[1]}
 
@@ -346,7 +346,7 @@ class _Recorder(Dispatch):
 
 
 def _pass_on(done: Future, others: Sequence[Future]) -> None:
-    """Give what a future holds to others."""
+    """Copy the result or the exception of a future to others."""
     error = done.exception()
     for other in others:
         if error is not None:

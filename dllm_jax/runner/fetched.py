@@ -1,4 +1,4 @@
-"""What a chunk of decode steps returned, on the host."""
+"""The results of a chunk of decode steps, on the host."""
 
 import operator
 from collections.abc import Mapping

@@ -140,7 +140,7 @@ class ModelForward:
     def _attention(
         self, state: DecodeState, mask: WindowMask, fresh: list[tuple[Array, Array]]
     ) -> Callable[..., Any]:
-        """What the trunk attends by; it adds the keys and values of each layer to `fresh`."""
+        """The trunk's attention. It appends the keys and values of each layer to `fresh`."""
         arch = self.model.arch
 
         def attend(layer: int, q: Array, k: Array, v: Array, **how: bool) -> Any:

@@ -1,4 +1,4 @@
-"""What a readout says of grammars, and the tokens it takes where a slot has one.
+"""The readout of slots with a grammar: statistics by class, and the tokens to take.
 
 Rows of slots with a grammar are read twice: as all rows are, and by the classes of the slot's
 grammar, over which `constraint.plan` finds the text. On an NVIDIA GPU one kernel does both where no
@@ -212,7 +212,7 @@ def read_ids(
 def read_classes(
     reader: Reader, hidden: Float[Array, "R D"], ask: Readout, view: View
 ) -> ClassStats:
-    """What each row says of the classes of its slot's grammar; ties to the lowest id.
+    """Statistics of each row by the classes of its slot's grammar; ties go to the lowest id.
 
     Args:
         hidden: Rows of slot after slot.

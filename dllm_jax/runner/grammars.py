@@ -39,7 +39,7 @@ class Automaton(Protocol):
 
     @property
     def end(self) -> int:
-        """The state behind a stop id, which every class leads back to."""
+        """The state after a stop id, which every class leads back to."""
         ...
 
     @property
@@ -50,7 +50,7 @@ class Automaton(Protocol):
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Sizes:
-    """What fits a bucket: states, edges of a state, labels, classes, their pairs, ids by kind."""
+    """Sizes of a grammar or a bucket: states, edges, labels, classes, pairs, ids by kind."""
 
     states: int
     edges: int
@@ -242,7 +242,7 @@ def _in_rows(sets: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sizes(given: dict[str, np.ndarray]) -> Sizes:
-    """What a grammar needs."""
+    """The sizes of a grammar."""
     return Sizes(
         *given["target"].shape,
         labels=int(given["label"].max(initial=FREE)) + 1,
@@ -314,7 +314,7 @@ def empty(num_slots: int, of: Sizes, num_ids: int, kernels: Any = None) -> Const
 
 
 def bucket_of(given: Ready, now: Sizes | None) -> Sizes:
-    """The first bucket that holds a grammar and what is there already."""
+    """The first bucket that holds a grammar and the sizes in use (`now`)."""
     wanted = sizes(given.arrays) if now is None else sizes(given.arrays).joined(now)
     return next(bucket for bucket in BUCKETS if bucket.holds(wanted))
 

@@ -24,16 +24,16 @@ _SMALLER = "take a smaller model, a narrower dtype or a larger device"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """What an engine holds on its device, in bytes.
+    """The memory of an engine on its device, in bytes.
 
     Attributes:
-        limit_bytes: What this process may use.
+        limit_bytes: Bytes that this process may use.
         in_use_bytes: In use without the engine: the weights, and what is not ours.
         is_counted: The device has an allocator of its own, which counts; the CPU has not.
-        weights_bytes: Of the model and those beside it.
+        weights_bytes: Of the model and of those used with it.
         slot_bytes: Of every slot together.
         page_bytes: Of one page in every pool.
-        temp_bytes: Most that one program needs beside what it is given; 0 until they are compiled.
+        temp_bytes: Most that one program needs besides what it is given; 0 until they are compiled.
         utilization: Share of the limit the engine may use.
         num_slots, num_pages, page_size: Of the engine.
         needed_tokens: What the pool must hold: one text.
@@ -91,7 +91,7 @@ class MemoryPlan:
         )
 
     def _remedies(self, num_bytes: float) -> list[str]:
-        """What to lower, and to what, so that everything fits in so many bytes."""
+        """Settings to lower, with their new values, so that everything fits in `num_bytes`."""
         remedies = []
         pages = rounded(self.pages_within(num_bytes))
         if 0 < pages < self.num_pages:
@@ -105,7 +105,7 @@ class MemoryPlan:
 def measure(
     device: Any, weights: Any, slots: Any, page: Any, utilization: float, **sizes: int
 ) -> MemoryPlan:
-    """What an engine would hold on a device as it is now.
+    """The memory that an engine would take on a device in its present state.
 
     Args:
         device: A `jax.Device`.
@@ -155,7 +155,7 @@ def host_bytes_available() -> int:
 
 
 def _free_bytes(device: Any, stats: dict[str, int]) -> int:
-    """What the allocator can still give: free in what it holds, and what the driver has left.
+    """Bytes that can still be allocated: free ones of the allocator, and those left to the driver.
 
     By default JAX holds its whole share from the start. Without preallocation, other processes
     may have taken a part of it.
@@ -189,7 +189,7 @@ def _driver_free_bytes(ordinal: int) -> int | None:
 
 
 def fill(plan: MemoryPlan, enough: int, elements_per_page: int) -> MemoryPlan:
-    """The plan with as many pages as its share of the device holds.
+    """The plan with the pages that its share of the device holds.
 
     On an accelerator all of it: spare pages cache prefixes. On the CPU, whose memory is shared,
     `enough`, and no more than 4 GiB. While `temp_bytes` is unknown, an accelerator keeps a reserve.
@@ -219,7 +219,7 @@ def fill(plan: MemoryPlan, enough: int, elements_per_page: int) -> MemoryPlan:
 
 
 def _room(plan: MemoryPlan, share: float) -> str:
-    """What to change, and to what, where the share holds no text."""
+    """Settings to change, with their new values, if the share holds no text."""
     remedies = []
     if plan.num_pages:
         remedies.append(f"max_model_len to {plan.num_pages * plan.page_size}")

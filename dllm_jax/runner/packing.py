@@ -118,7 +118,8 @@ def pack_request(
     drawn = placement.sampling._asdict()
     for name, number in (numbers | {name: drawn[name] for name in _DRAW_WHOLE}).items():
         ints[fields.at[name]] = number
-    given = placement.given[: window - len(tail)]  # behind what of the prompt is not prefilled
+    # After the part of the prompt that is not prefilled.
+    given = placement.given[: window - len(tail)]
     behind = tail + (0,) * (window - len(tail))
     parts = {"stop_ids": (0, placement.stop_ids), "tail": (0, behind), "given": (len(tail), given)}
     for name, (first, ids) in parts.items():
@@ -143,7 +144,7 @@ class SlotLayout:
 
 
 def kept_part(state: DecodeState) -> dict[str, Any]:
-    """What decoding changes of a slot, without its output and what lasts in it."""
+    """The leaves of a slot that decoding changes, without its output and its constants."""
     return {
         "buffer": state.buffer,
         "finish": state.finish,
@@ -154,10 +155,10 @@ def kept_part(state: DecodeState) -> dict[str, Any]:
 
 
 def is_far(part: Any) -> list[bool]:
-    """Which leaves of a `kept_part` a fetch leaves on the device: a strategy's own numbers.
+    """Whether a fetch leaves a leaf of `kept_part` on the device: it does for a strategy's floats.
 
     Only a request that loses its slot needs them on the host. A canvas of DiffusionGemma has 2.9 MB
-    of expectations, for which the device would wait 1.4 ms a slot behind each chunk (H200).
+    of expectations, for which the device would wait 1.4 ms a slot after each chunk (H200).
     """
     far = jax.tree.map(lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating), part["carry"])
     return jax.tree.leaves({**jax.tree.map(lambda leaf: False, part), "carry": far})

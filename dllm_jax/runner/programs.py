@@ -135,7 +135,7 @@ def _at_rest(state: DecodeState) -> DecodeState:
 
 
 class _Request(struct.PyTreeNode):
-    """What stays the same while a request runs, one row."""
+    """The constants of a request while it runs, one row."""
 
     sampling: Sampling
     limits: Limits
@@ -144,7 +144,7 @@ class _Request(struct.PyTreeNode):
 
 
 def _given(programs: Programs, ints: Int[Array, " X"]) -> Int[Array, "1 W"] | None:
-    """Ids by cell of the window that the request brings behind its prompt, -1 elsewhere."""
+    """Ids by cell of the window that the request brings after its prompt, -1 elsewhere."""
     if not programs.strategy.needs.takes_given:
         return None
     return ints[None, packing.request_fields(programs.window).span["given"]]
@@ -388,13 +388,13 @@ def _decode(programs, state, given, bound: Any = None, **sizes):
 
     Args:
         given: [R X], `packing.DECODE`: distinct slots and their rows of the page table. All rows
-            agree on how many of them decode, on steps, and on whether to stop early. Behind them
+            agree on how many of them decode, on steps, and on whether to stop early. After them
             fresh requests: see `_with_fresh`.
         bound: Which of them have a grammar, in `state.constraint`; None: none has.
 
     Returns:
         The state, and a row of words a slot, `packing.fetched_fields`, with grammars one word more,
-        the automaton's state; beside it what stays on the device, see `packing.pack`.
+        the automaton's state; besides it what stays on the device, see `packing.pack`.
     """
     grammars, state = state.constraint, state.replace(constraint=None)
     state, requests = _with_fresh(programs, state, given, **sizes)

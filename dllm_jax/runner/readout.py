@@ -159,7 +159,7 @@ def read_stats(reader: Reader, hidden: Float[Array, "R D"], ask: Readout) -> Tok
             return in_chunks(one, rows, of_slot, of_slot)
         return in_chunks(one, rows, whole=whole)
 
-    # The kernels tell a whole vocabulary.
+    # The kernels read the whole vocabulary out: no allowed ids, no vocabulary over several devices.
     head = unembed if isinstance(unembed, Head) and away is None and shard is None else None
     if head is None:
         return in_rows()
@@ -301,7 +301,7 @@ def _of_part(law: Float[Array, "R V"], dtype: Any, shard: Shard) -> LawReadout:
 
 
 def _stats_of(reader: Reader, read: LawReadout, ask: Readout) -> TokenStats:
-    """What laws say; rows that are drawn take a token of theirs, the others the likeliest one."""
+    """Statistics of each row's law, with a drawn token or else the likeliest."""
     head, shard = cast(Head, reader.unembed), reader.shard
     keys, num_top = ask.keys, ask.num_top
     is_drawn = cast(Sampling, ask.sampling).temperature > 0

@@ -1,4 +1,4 @@
-"""What the host loop calls: acts on slots, dispatched to the device, and their results.
+"""The interface of the host loop to the device: acts on slots, and their results.
 
 Programs run in a thread of their own (`worker`), and the host loop blocks in `fetch` alone.
 """

@@ -109,7 +109,7 @@ class DeviceState:
         self.compile_s += seconds
 
     def wait(self, future: Future) -> Any:
-        """What a future of the worker holds."""
+        """Wait for a future of the worker and return its result."""
         return future.result()
 
     def read(self, function: Callable[[], Any]) -> Any:
@@ -219,7 +219,7 @@ class DeviceState:
 
 
 def _taken(call: Call, state: DecodeState) -> DecodeState:
-    """What a program takes of the state: a call looks at each array, and most are pools."""
+    """The state that a program takes: a call inspects each array, and most are pools."""
     is_small = call.program in (programs.admit, programs.restore)
     return state.replace(pools=None) if is_small else state
 

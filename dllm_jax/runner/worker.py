@@ -35,7 +35,7 @@ class Worker:
     def submit(
         self, plan: memory.MemoryPlan | None, function: Callable[..., Any], *args: Any
     ) -> Future:
-        """Run a function behind what was submitted before.
+        """Run a function after what was submitted before.
 
         Args:
             plan: Of the memory, to explain a failure by.

@@ -1,1 +1,1 @@
-"""What a network says of whole texts, without an engine and its cache."""
+"""Scores of whole texts by a network, without an engine and its cache."""

@@ -58,7 +58,7 @@ def _forward(model: Any, ids: Array, sizes: Array, rows: Array, labels: Array) -
         )
         return hidden
 
-    # Products of as many rows whatever the number of texts: a text's bits are its own.
+    # Products of a fixed number of rows for any number of texts: a text's bits are its own.
     count, length = ids.shape
     group = min(count, max(1, TOKENS_A_PASS // length))
     hidden = jax.lax.map(
@@ -71,11 +71,11 @@ def _forward(model: Any, ids: Array, sizes: Array, rows: Array, labels: Array) -
 
 
 def _visibility(model: Any, prompt_len: Int[Array, " B"], length: int) -> Array:
-    """What each row sees, [B or 1, T, T]."""
+    """The keys that each row sees, [B or 1, T, T]."""
     defaults = model.defaults
     if defaults.attention != "d2f":
         return reference.visibility(defaults.attention, length, defaults.block_size)[None]
-    # A prompt sees itself alone; blocks behind it see it and each other causally.
+    # A prompt sees itself alone; blocks after it see it and each other causally.
     blocks = reference.visibility("block_causal", length, defaults.block_size)
     is_prompt = jnp.arange(length)[None] < prompt_len[:, None]
     behind = is_prompt[:, None] | blocks[None]

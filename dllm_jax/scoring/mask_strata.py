@@ -38,7 +38,7 @@ class Stratum:
     population: int
 
     def total(self, values: np.ndarray) -> tuple[float, float, int]:
-        """What the stratum adds to the ELBO, the variance of that, and its degrees of freedom.
+        """The stratum's term of the ELBO, its variance, and its degrees of freedom.
 
         Args:
             values: v of each set, in nats.

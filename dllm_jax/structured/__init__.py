@@ -139,7 +139,7 @@ def _float(said: str) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class After:
-    """Any text up to a marker, behind which a constraint holds: `After("</think>", JsonSchema(s))`.
+    """Any text up to a marker, after which a constraint holds: `After("</think>", JsonSchema(s))`.
 
     Attributes:
         marker: The text of one token of the model. A stop id may not come before it.

@@ -17,7 +17,7 @@ class TokenAutomaton:
         class_of: Class of each id.
         delta: Next state by state and class.
         start: First state.
-        end: The state behind a stop id.
+        end: The state after a stop id.
         distance: Fewest tokens from a state to one in which the text may end.
         notes: What the constraint says that nothing is held to, by its place.
     """
@@ -110,7 +110,7 @@ def closed(
     never: np.ndarray,
     budget: Budget,
 ) -> TokenAutomaton:
-    """The automaton over tokens, with the end behind its stop ids.
+    """The automaton over tokens, with the end after its stop ids.
 
     Raises:
         ValueError: No text of it can be spelt, or it is too large.
@@ -119,7 +119,7 @@ def closed(
     letter_class, columns = _equal_columns(table)
     maps = [np.zeros(S, np.int32), np.arange(S, dtype=np.int32)]  # what tokens do to the states
     known = {one.tobytes(): number for number, one in enumerate(maps)}
-    steps: dict[int, int] = {}  # the map behind a map and a class of bytes
+    steps: dict[int, int] = {}  # the map after a map and a class of bytes
     count = columns.shape[1]
     of_level = [np.ones(1, np.int64)]
     for parents, letters in words.levels:
@@ -128,7 +128,7 @@ def closed(
         each = np.unique(pairs)
         onto = np.zeros(len(each), np.int64)
         for place, pair in enumerate(each.tolist()):
-            if pair < count:  # behind what is dead
+            if pair < count:  # after what is dead
                 continue
             if pair not in steps:
                 budget.check(len(maps))

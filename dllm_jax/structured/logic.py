@@ -359,7 +359,7 @@ def _has(name: str) -> dict[str, Any]:
 
 
 def _closed(way: Way, said: Said, name: str, known: tuple[str, ...], rest: Any) -> Way:
-    """What `unevaluated...` says, where it is known what else is said of the parts."""
+    """A way with `unevaluated...` written as plain keywords, since all other keywords are known."""
     if any(known[-1] in one.schema for one in way):
         return []
     schema: dict[str, Any] = {known[-1]: rest}

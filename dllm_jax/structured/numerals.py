@@ -70,7 +70,7 @@ def whole(low: int, high: int | None) -> str | None:
 
 
 def _same_size(low: int, high: int) -> str:
-    """Of as many digits."""
+    """An expression for the numbers from `low` to `high`, which have equally many digits."""
     return _digits(str(low), str(high))
 
 
@@ -92,13 +92,13 @@ def _digits(low: str, high: str) -> str:
 
 
 def _split(number: Decimal) -> tuple[int, str]:
-    """What stands before the point, and behind it without zeros at its end."""
+    """The digits before the point, and those after it without zeros at the end."""
     head, _, part = format(number, "f").partition(".")
     return int(head), part.rstrip("0")
 
 
 def _headed(head: str | None, digits: str | None, may_be_none: bool) -> str | None:
-    """A whole part, with digits behind a point or nothing."""
+    """An expression for a number: a whole part, and digits after a point if there are any."""
     if head is None or digits is None:
         return head if may_be_none else None
     return rf"{head}(?:\.(?:{digits}))?" if may_be_none else rf"{head}\.(?:{digits})"
@@ -107,7 +107,7 @@ def _headed(head: str | None, digits: str | None, may_be_none: bool) -> str | No
 def _fractions(
     low: str | None, high: str | None, is_low_out: bool = False, is_high_out: bool = False
 ) -> tuple[str | None, bool]:
-    """Digits behind a point between two others, and whether no digit at all is between them.
+    """Digits after a point between two others, and whether no digit at all is between them.
 
     Args:
         low, high: Digits, "" for zero; None: no bound.

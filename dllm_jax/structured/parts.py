@@ -30,7 +30,7 @@ Way = list[Said]  # plain schemas that hold together: of types, values and their
 
 
 def kinds_of(way: Way) -> list[str]:
-    """The types of JSON that a way's instances may have."""
+    """The JSON types that an instance of these schemas may have."""
     found = [
         kind
         for kind in _KINDS
@@ -43,14 +43,14 @@ def kinds_of(way: Way) -> list[str]:
 
 
 def written_kinds(way: Way) -> list[str]:
-    """Those that are written: where no type is named, those that the keywords are about."""
+    """The types that are written: if no type is named, those that the keywords apply to."""
     kinds, keys = kinds_of(way), {key for said in way for key in said.schema}
     about = [kind for kind in kinds if OF_TYPE[kind] & keys]
     return about if "type" not in keys and about else kinds
 
 
 def of_member(way: Way, name: str) -> list[Said]:
-    """What is said of the value of a name in an object."""
+    """The schemas that apply to the value of a name in an object."""
     found = []
     for said in way:
         schema, own = said.schema, []
@@ -66,7 +66,7 @@ def of_member(way: Way, name: str) -> list[Said]:
 
 
 def of_item(way: Way, place: int) -> list[Said]:
-    """What is said of an item of an array."""
+    """The schemas that apply to an item of an array."""
     found = []
     for said in way:
         first = said.schema.get("prefixItems", [])

@@ -168,7 +168,7 @@ def _begun(tree: Tree, is_wide: bool) -> Tree:
 
 
 def _looked_ahead(tree: Tree, is_wide: bool) -> Tree:
-    """Behind the beginning of a text: look-aheads are about the whole of it."""
+    """Move look-aheads at the beginning of a text out of it, since they hold for the whole text."""
     if not tree or tree[0][0] not in (_c.ASSERT, _c.ASSERT_NOT) or tree[0][1][0] < 0:
         return tree
     op, (_, inner) = tree[0]

@@ -2,7 +2,7 @@
 
 Data flow: a schema -> keywords of one draft (`drafts`) -> the ways to be an instance (`logic`) -> a
 tree for each way. What is not read is refused by its path. A tree may hold to less than its schema
-allows, never to more: properties come in the order of the schema, no others are written beside
+allows, never to more: properties come in the order of the schema, no others are written besides
 them, and free values nest to a fixed depth.
 """
 

@@ -15,7 +15,7 @@ from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
 LAST = 0x10FFFF
-MOST_CHARS = 100_000  # of an expression; its parser takes a second for four times as many
+MOST_CHARS = 100_000  # of an expression; its parser takes a second for four times that number
 MOST_DEEP = 64  # of its groups and repetitions
 MEMBERS, SUBSETS, MULTIPLES = "members", "subsets", "multiples"
 BOTH, FIRST_ALONE = "both", "first alone"

@@ -1,4 +1,4 @@
-"""What the built-in models know, and questions of that kind with their answers.
+"""Example questions that the built-in models can answer, with their answers.
 
 The page of the server offers the questions; a test asks the model each of them.
 """

@@ -30,7 +30,7 @@ def read_tasks(
 
     Args:
         folder: Where the .yaml files are; None: the harness's own.
-        limit: The first so many problems of each.
+        limit: The first `limit` problems of each.
 
     Raises:
         ImportError: The harness is not installed.

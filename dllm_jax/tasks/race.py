@@ -23,18 +23,20 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 FIRST = 128  # problems of the first round
-GROWTH = 1.5  # of the problems seen, by a round
+GROWTH = 1.5  # factor of the number of problems from a round to the next
 TIE = 0.05  # share of speed that does not matter
 SHARE = 0.38  # of the full grid's forwards at most, as estimated: 0.4 in fact
 
-_DOUBT = 0.01  # of the winner, at which the race ends; looks repeat, so less than one in twenty
+# Doubt of the winner at which the race ends. It is looked at after each round, so it must be well
+# below one in twenty.
+_DOUBT = 0.01
 _RARE = 0.01  # share of outcomes that is not worth a forward
 _DRAWS = 2000
 _Z = NormalDist().inv_cdf(0.975)
 
 
 class Played(NamedTuple):
-    """What some settings did on some problems."""
+    """Results of some settings on some problems."""
 
     right: Bool[np.ndarray, "C N"]
     tokens: Int[np.ndarray, "C N"]
@@ -49,7 +51,7 @@ class Entry:
     """A setting at the end of the race.
 
     Attributes:
-        problems: So many were answered.
+        problems: Number of problems that were answered.
         accuracy, speed: Share of right answers; visible tokens over forwards.
         difference: Accuracy less the reference's, with its 95 % interval for other problems.
         speed_ci95: Of `speed`.
@@ -74,7 +76,7 @@ class Race:
         is_shown: The interval of its difference is within the margin, for other problems too.
         entries: One a setting.
         forwards, grid_forwards: Spent; and, estimated, of all settings on all problems.
-        problems: The first so many were seen by some setting.
+        problems: Number of problems that some setting has seen, from the first on.
         rounds: Numbers of problems at which settings could leave.
     """
 
@@ -174,7 +176,7 @@ class _Outlook(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """Who may play which problems next.
+    """A possible next move: settings and the problems they would answer.
 
     Attributes:
         plays: Settings and problems.
@@ -304,7 +306,7 @@ class _Table:
         return _Outlook(winner, float(1 - good[winner]), fits.mean(axis=0), beats.max(axis=0))
 
     def moves(self, running: Sequence[int], size: int) -> list[_Move]:
-        """What may be played next: more problems for those that run, or for the reference."""
+        """The possible next moves: more problems for the running settings, or for the reference."""
         reference = self.reference
         if self.proxy is None and running:
             self.proxy = self._careful(running)

@@ -21,7 +21,7 @@ class Rules(NamedTuple):
 
 
 class WindowMask(struct.PyTreeNode):
-    """Which keys each row sees, in a form small enough to pass to a kernel.
+    """The keys that each row sees, in a form small enough to pass to a kernel.
 
     Attributes:
         cell: Window cell of each computed row; its block is `cell // block_size`. The cells of a

@@ -1,10 +1,10 @@
 """Pallas Mosaic kernels for NVIDIA Hopper: two launches from rows to their experts.
 
-1. A tile of up to 64 rows times a part of the depth, on the tensor cores and yet in float32, since
-   products of 16-bit numbers are exact. `_multiply` takes normed rows. `_multiply_scaled` splits
-   each number of a scaled row into a sum of three 16-bit numbers; the second launch applies the
-   factor of the norm, one number a row. With many rows a block takes the whole depth, part by part,
-   for some of the experts. Parts have the same depth for any number of rows, and are added in
+1. Multiply a tile of up to 64 rows by a part of the depth. Tensor cores give float32 results here,
+   since products of 16-bit numbers are exact. `_multiply` takes normed rows. `_multiply_scaled`
+   splits each number of a scaled row into a sum of three 16-bit numbers; the second launch applies
+   the factor of the norm, one number a row. With many rows a block takes the whole depth, part by
+   part, for some of the experts. Parts have the same depth for any number of rows, and are added in
    order, so that the bits of a row's scores do not depend on other rows.
 2. Four rows, one a warp: add the parts, compute the scores, and pick the best expert k times.
    `_choose` serves `route`, `_choose_scaled` serves `choose_experts`.

@@ -14,7 +14,7 @@ from .state import ACTIVE, DecodeState
 
 
 def editable(state: DecodeState) -> Bool[Array, "B K S"]:
-    """Cells of ACTIVE blocks behind the prompt, filled or not: all that may be written."""
+    """Cells of ACTIVE blocks after the prompt, filled or not: all that may be written."""
     buffer = state.buffer
     return (buffer.status[:, :, None] == ACTIVE) & (
         buffer.positions >= buffer.prompt_len[:, None, None]

@@ -40,7 +40,7 @@ def holes(state: DecodeState) -> Bool[Array, "B K S"]:
 
 
 def is_given(state: DecodeState) -> Bool[Array, "B K S"]:
-    """Cells whose token the request brought: of its prompt, between its holes, behind them."""
+    """Cells whose token the request brought: of its prompt, between its holes, after them."""
     buffer, given = state.buffer, state.limits.given
     prompt = buffer.positions < buffer.prompt_len[:, None, None]
     if given is None:
@@ -99,15 +99,15 @@ def open_next(
     add_block_threshold: Threshold | None = None,
     stable: Bool[Array, "B K"] | None = None,
 ) -> DecodeState:
-    """Open at most one block: the first of an empty window, or the one behind enough progress.
+    """Open at most one block: the first of an empty window, or the one after enough progress.
 
     Decided before the forward. No block opens at or past the limit, nor while a stop id stands in
     the window.
 
     Args:
         add_block_threshold: Progress (>=) the last open block must have; None: one block at a time,
-            except behind `stable` ones.
-        stable: Blocks behind which another may open, for strategies that rewrite filled cells;
+            except after `stable` ones.
+        stable: Blocks after which another may open, for strategies that rewrite filled cells;
             None: all.
     """
     buffer = state.buffer
@@ -177,7 +177,7 @@ def finish_step(
     """End of a step of one forward: promote, count, report.
 
     Blocks that were TO_CACHE during the forward are in the cache now: they commit. The run of
-    complete ACTIVE blocks behind them becomes TO_CACHE.
+    complete ACTIVE blocks after them becomes TO_CACHE.
 
     Args:
         accept: The holes filled in this step; cells written over do not count.

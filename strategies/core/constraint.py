@@ -4,7 +4,7 @@ A grammar is an automaton over classes of tokens, as arrays. State 0 is dead, an
 an array up to its bucket; class 0 is never taken. `plan` finds, of all paths of states that keep
 every filled cell and from which the text can end in the room left, the most probable one. Cells
 take tokens of its edges, and any of them may be written: the path shows that the text can go on.
-`conform` is the engine's half: it puts right what a strategy wrote beside every such path.
+`conform` is the engine's half: it puts right what a strategy wrote outside every such path.
 
 Source: DINGO (arXiv 2505.23061) for the chain over states; the room, the tail and the engine's half
 are ours.
@@ -42,7 +42,7 @@ class Grammar(struct.PyTreeNode):
         distance: Fewest tokens from a state to one in which the text may end.
         class_of: Class of each id.
         wide: Classes with many ids.
-        narrow, narrow_class: Ids of the other classes and their classes; also ids beside them,
+        narrow, narrow_class: Ids of the other classes and their classes; also ids besides them,
             whose class is 0 here.
         narrow_from, whole_step, codes, wide_codes, wide_among: Of the readout (`IdClasses`).
         class_rows: Places of the narrow ids, class after class in columns.
@@ -50,7 +50,7 @@ class Grammar(struct.PyTreeNode):
         label_rows, label_from: The same of labels, of whose classes there are numbers.
         num_states, num_edges, num_wide, num_narrow: How much of the tables is the grammar's own.
         lowest: The lowest id of a class.
-        end: The state behind a stop id.
+        end: The state after a stop id.
         by_mass: Confidence is the token's share of all tokens that the grammar has there.
         num_labels: Labels, from the bucket.
         kernels: What does the work of this module's functions on the device it is on, by their
@@ -134,7 +134,7 @@ def view(state: DecodeState) -> View:
 
 
 class ClassStats(struct.PyTreeNode):
-    """What a readout says of the classes of each cell, without anything over the vocabulary.
+    """Statistics of each cell by class of tokens, without an array over the vocabulary.
 
     Attributes:
         token: The token that each class would take: its likeliest, or one drawn.
@@ -152,7 +152,7 @@ class ClassStats(struct.PyTreeNode):
 
 
 class IdStats(NamedTuple):
-    """What a readout says of ids, of which that of the classes follows; no slot draws.
+    """Statistics of ids, from which those of the classes follow; no slot draws.
 
     Attributes:
         narrow: Logits of `Grammar.narrow`.
@@ -184,7 +184,7 @@ def classes_of_ids(grammar: Grammar, ids: IdStats) -> ClassStats:
 
 
 class Draw(struct.PyTreeNode):
-    """How paths are drawn: slots that draw, and a key a cell."""
+    """Random draws of paths: which slots draw, and a key for each cell."""
 
     tempered: Bool[Array, " B"]
     keys: PRNGKeyArray
@@ -240,7 +240,7 @@ def _chain(
 
 
 def _followed(onto: Int[Array, "W G"], at: Array) -> Int[Array, " W"]:
-    """The states behind each cell, of maps from state to state.
+    """The states after each cell, of maps from state to state.
 
     Maps are composed in a few gathers; a second scan would be several launches for each cell.
     """
@@ -277,10 +277,10 @@ def _label_scores(
 
 
 class Plan(struct.PyTreeNode):
-    """What `plan` found.
+    """The result of `plan`.
 
     Attributes:
-        path: States before each cell and behind the last.
+        path: States before each cell and after the last.
         value: Score of the best path, or of all where one is drawn; NEVER: there is none.
         token: The token of each cell's edge, -1 where any will do.
         confidence: Its log probability, or that of its share.
@@ -415,7 +415,7 @@ def plan_each(
     behind: Int[Array, "B W"],
     draw: Draw | None = None,
 ) -> Plan:
-    """The token of each cell behind given ones, as it is chosen one token at a time.
+    """The token of each cell after given ones, as it is chosen one token at a time.
 
     Args:
         behind: Tokens of the window; what they are from the cell itself on counts for nothing.
@@ -469,12 +469,12 @@ def _classes_along(grammar: Grammar, path: Int[Array, " W1"]) -> Bool[Array, "W 
 
 
 def _is_tail(grammar: Grammar, path: Int[Array, " W1"]) -> Bool[Array, " W"]:
-    """Cells behind a stop id."""
+    """Cells after a stop id."""
     return path[:-1] == grammar.end
 
 
 def walk(state: DecodeState) -> Int[Array, "B W1"]:
-    """The automaton's states along the filled cells at the window's left; nothing behind them."""
+    """The automaton's states along the filled cells at the window's left; nothing after them."""
     seen = view(state)
     if seen.grammar.kernels is not None:
         given = seen.grammar, seen.at, seen.kind, seen.known

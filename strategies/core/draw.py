@@ -262,7 +262,7 @@ def _part(
     num_top: int,
     shard: Shard,
 ) -> Float[Array, "R n"]:
-    """What a device says of its ids: six numbers a row, then its likeliest ids and their logits.
+    """One device's summary of its ids: six numbers a row, then its likeliest ids and their logits.
 
     Ids are below 2^24, so float32 holds them.
     """

@@ -54,9 +54,9 @@ def admit_window(
     from the start.
 
     Args:
-        tail: The prompt's ids from the window's first position on (`prompt_tail`), any id behind
+        tail: The prompt's ids from the window's first position on (`prompt_tail`), any id after
             the prompt.
-        given: Ids of cells behind the prompt, -1 elsewhere: of `in_window` prompts, or `pins`.
+        given: Ids of cells after the prompt, -1 elsewhere: of `in_window` prompts, or `pins`.
     """
     B = tail.shape[0]
     K, S = num_blocks, block_size
@@ -93,7 +93,7 @@ def prompt_tail(
     num_blocks: int,
     block_size: int,
 ) -> Int[Array, "B W"]:
-    """Ids of right-padded prompts at the window's positions; any id behind the prompt."""
+    """Ids of right-padded prompts at the window's positions; any id after the prompt."""
     start = needs.prompt.prefill_len(prompt_len, block_size)
     cell = jnp.arange(num_blocks * block_size, dtype=jnp.int32)[None]
     index = jnp.minimum(start[:, None] + cell, prompt.shape[1] - 1)
@@ -136,7 +136,7 @@ def decode_while(
 
     Where a strategy chooses between passes (`Strategy.makes_choices`), each has a loop of its own
     that runs for as long as it is chosen. The steps are those of `decode_step`, without a branch
-    whose passes must all have the same output. The loops stand one behind another, and one whose
+    whose passes must all have the same output. The loops stand one after another, and one whose
     choice is not made ends at once: within a `switch`, jaxlib 0.10 would copy the pools.
     """
     if not strategy.makes_choices:

@@ -1,7 +1,7 @@
 """A block refined over a provisional cache of itself: which cells run, and what they see.
 
 The window is one block (K = 1), cut in sub-blocks that are filled from left to right. A *full* pass
-runs the whole block behind the committed text. Stored past `start`, holes and all, its keys and
+runs the whole block after the committed text. Stored past `start`, holes and all, its keys and
 values are the block's provisional cache. A *refinement* runs one sub-block alone and sees the rest
 of its block as it was last stored. Cells at or past the request's limit take no part: they are
 neither shown nor filled, and nothing past the limit is stored or read. `run_text` and `run_narrow`
@@ -146,7 +146,7 @@ def run_text(
         block: The block of the text that is being filled.
         is_new: Rows whose block begins with this forward.
         text: The cells of the text, and those that will be.
-        alone: Later forwards run the block alone, and see what is behind it as stored, too.
+        alone: Later forwards run the block alone, and see what is after it as stored, too.
         widths: As of `run_narrow`.
         visible: As of `Forward`.
     """

@@ -42,7 +42,7 @@ def place(error: BaseException) -> str:
 
 
 def _hint(error: BaseException, message: str) -> str:
-    """What Python adds to the message where it prints a traceback."""
+    """The hint that Python appends to the message in a traceback."""
     printed = traceback.TracebackException.from_exception(error)
     first = next(iter(printed.format_exception_only()), "").rstrip("\n")
     return first.rpartition(message)[2] if message else ""

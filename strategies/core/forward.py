@@ -98,7 +98,7 @@ class TokenStats(struct.PyTreeNode):
 
 
 class Readout(struct.PyTreeNode):
-    """What is read out of hidden rows, with a value a cell [B K S] or a row [R].
+    """A request for statistics of hidden rows, with a value a cell [B K S] or a row [R].
 
     The fields are the arguments of `ForwardOutput.predict`. `sampling` has a value a slot, or a
     row; rows of one slot are consecutive.
@@ -221,7 +221,7 @@ class Forward(Protocol):
     mask_id: int
     vocab_size: int
     shift: bool
-    """Row i predicts cell i + 1, so a pass that begins behind the window's first cell has no row
+    """Row i predicts cell i + 1, so a pass that begins after the window's first cell has no row
     for the first cell it runs."""
 
     @property

@@ -20,7 +20,7 @@ class PromptMode(enum.StrEnum):
             other.
         WHOLE_CAUSAL: The whole prompt is prefilled token-causally; the window starts at its end.
         WHOLE_FULL: The whole prompt is prefilled in one pass in which all its rows see each other.
-        IN_WINDOW: Nothing is prefilled; the prompt, and text behind it, are filled window cells.
+        IN_WINDOW: Nothing is prefilled; the prompt, and text after it, are filled window cells.
     """
 
     GRID_CAUSAL = "grid_causal"
@@ -58,7 +58,7 @@ class PromptMode(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """What a strategy asks of the engine.
+    """Requirements of a strategy on the engine.
 
     Attributes:
         prompt: How the prompt is prefilled; a `PromptMode` or its name.
@@ -74,9 +74,9 @@ class Needs:
             preempted request starts over.
         token_a_step: Each step settles a token at least, so steps can be bounded by tokens.
         conditions: Inputs are `Conditioned`: only a network that mixes them runs the strategy.
-        pins: A request may bring cells of the first block behind a "whole_causal" prompt.
+        pins: A request may bring cells of the first block after a "whole_causal" prompt.
         fills_holes: The strategy writes predicted tokens to holes, and nothing else. Then a request
-            may bring cells of its first window behind a "grid" or a "whole_full" prompt, which are
+            may bring cells of its first window after a "grid" or a "whole_full" prompt, which are
             filled from the start, and what is written to the text of a grammar need not be checked.
 
     Raises:
@@ -105,7 +105,7 @@ class Needs:
 
     @property
     def takes_given(self) -> bool:
-        """A request may bring cells behind its prompt."""
+        """A request may bring cells after its prompt."""
         return self.prompt.in_window or self.pins or self.starts_filled
 
     @property

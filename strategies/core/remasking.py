@@ -66,7 +66,7 @@ def current_block(state: DecodeState, block_length: int | None) -> TextBlock:
 
 
 def no_block() -> dict[str, Array]:
-    """Leaves for `Carry(slot=...)` of a request that has no forward behind it.
+    """Leaves for `Carry(slot=...)` of a request that has no forward yet.
 
     Returns:
         `block` [1]: the block of the last forward. `holes` [1]: the holes that it began with.
@@ -231,7 +231,7 @@ def best_cells(
     """The `count` best-scored cells of the whole window, ties to the lowest position.
 
     Args:
-        width: All of `among` lie within so many cells; then only these are compared in pairs.
+        width: All of `among` lie within this many cells; then only these are compared in pairs.
     """
     B, size = len(among), among[0].size
     flat, among = score.reshape(B, size), among.reshape(B, size)

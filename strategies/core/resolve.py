@@ -144,7 +144,7 @@ def _find(spec: str) -> Any:
 
 
 def load_object(spec: str, what: str) -> Any:
-    """What a user's module or file holds: "pkg.mod:Name" or "path/to/file.py:name".
+    """Load an object from a user's module or file: "pkg.mod:Name" or "path/to/file.py:name".
 
     Args:
         what: The argument that names it, for messages.

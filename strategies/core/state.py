@@ -83,7 +83,7 @@ class Sampling(struct.PyTreeNode):
 
     @property
     def heat(self) -> Float[Array, " B"]:
-        """What logits are divided by: the temperature, 1 at 0."""
+        """The divisor of logits: the temperature, or 1 if that is 0."""
         return jnp.where(self.temperature > 0, self.temperature, 1.0)
 
     @property
@@ -105,8 +105,8 @@ class Limits(struct.PyTreeNode):
     """When a request ends; ids of -1 pad `stop_ids`, NO_LIMIT means none.
 
     Attributes:
-        given: Positions behind the prompt whose tokens the request brought, between its holes or
-            behind them; stop ids there do not end it. None: no request has any.
+        given: Positions after the prompt whose tokens the request brought, between its holes or
+            after them; stop ids there do not end it. None: no request has any.
         given_behind: `given` counts from the prompt's end, not from position 0.
     """
 
@@ -163,7 +163,7 @@ class DecodeState(struct.PyTreeNode):
 
 
 class StepInfo(struct.PyTreeNode):
-    """What one step did, per slot.
+    """The outcome of one step, per slot.
 
     Attributes:
         commit_len: Tokens that leave the window on the left and are in the cache now.

@@ -64,7 +64,7 @@ def of_token(
 
 
 def of_top(stats: TokenStats, on: Bool[Array, "B K S"]) -> Descriptors:
-    """The most probable tokens, as many as `num_top` of `predict` gave."""
+    """The most probable tokens: the `num_top` that `predict` returned."""
     # Cells that `predict` was not asked for may hold anything.
     probs = jnp.where(on[..., None], stats.top_probs, 0.0)
     rest = jnp.maximum(0.0, 1.0 - jnp.sum(probs, axis=-1))

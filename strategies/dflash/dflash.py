@@ -1,9 +1,9 @@
 """DFlash: speculative decoding with a drafter that fills a block at once; lossless.
 
-The window is an anchor (the last known token), the drafts behind it, and one more cell. A step:
+The window is an anchor (the last known token), the drafts after it, and one more cell. A step:
 
 1. The drafter runs (anchor, mask, ..., mask) once. Each row sees all of them and the context.
-2. The target runs (anchor, drafts) once, causally. Row i predicts the token behind cell i.
+2. The target runs (anchor, drafts) once, causally. Row i predicts the token after cell i.
 3. Drafts are right up to the first that differs from the target's token. The right ones and that
    token of the target are emitted; the last of them is the next anchor.
 4. The rows of the anchor and of the right drafts are stored: the target's keys and values in its
@@ -47,7 +47,7 @@ class DFlash(Strategy):
     """A block of drafts, judged in one pass. Fields of None come from the draft model (`bind`).
 
     Attributes:
-        draft_block_size: Cells the drafter runs: the anchor and the masks behind it.
+        draft_block_size: Cells the drafter runs: the anchor and the masks after it.
         target_layer_ids: Layers of the target, counted from 0, whose output the drafter reads.
         width: Cells the target runs, the anchor among them. Drafts past it are not judged; at 1
             none are drawn. None: chosen in each step among `widths`.
@@ -73,7 +73,7 @@ class DFlash(Strategy):
 
     @property
     def block_size(self) -> int:
-        """Cells of the window: the drafter's, and one for the token behind drafts all right."""
+        """Cells of the window: the drafter's, and one for the token after drafts all right."""
         size = self.draft_block_size
         return 17 if size is None else size + 1  # before a draft is bound: the published size
 
@@ -164,7 +164,7 @@ class DFlash(Strategy):
         """Both passes and their verdict: a branch, so nothing is stored here.
 
         Returns:
-            The target's pass, the drafter's context of it, the tokens behind the anchor by cells,
+            The target's pass, the drafter's context of it, the tokens after the anchor by cells,
             and how many drafts were right.
         """
         tokens, draft = state.buffer.tokens, forward.aux[DRAFT]

@@ -1,12 +1,12 @@
-"""What the strategies that draft share: which drafts are right, and how many to judge next.
+"""Shared by strategies that draft: which drafts are right, and how many to judge next.
 
 Counts and estimates are leaves of `Carry`, by the names below. The counts (`slot`) go where the
 request goes: to the host with each fetch, as `DraftMetrics`, and through a preemption. The
 estimates (`lasting`), by which a width is chosen, belong to the slot and outlive a request: most
 texts are too short to learn from themselves alone.
 
-Places are counted behind the anchor: the first draft has place 1. A width counts cells: the anchor
-and the drafts behind it that are judged; 1 is no draft.
+Places are counted after the anchor: the first draft has place 1. A width counts cells: the anchor
+and the drafts after it that are judged; 1 is no draft.
 
 Source: argmax_w E[n(w)] / time(w), summed over a batch (docs/adr/0011-costs-are-data.md).
 """
@@ -66,11 +66,11 @@ def no_estimates(size: int) -> dict[str, Array]:
 def match(
     out: ForwardOutput, state: DecodeState, block: Int[Array, "B 1 S"], width: int
 ) -> tuple[Int[Array, "B 1 S"], Int[Array, " B"]]:
-    """What the target draws behind the anchor, and how many drafts are that.
+    """The tokens that the target draws after the anchor, and the number of drafts that equal them.
 
     Args:
         out: The pass of the target.
-        block: The anchor and the drafts behind it.
+        block: The anchor and the drafts after it.
         width: Cells that are judged.
 
     Returns:
@@ -106,8 +106,8 @@ def emitted(
 def count(state: DecodeState, right: Int[Array, " B"], width: Array | int) -> DecodeState:
     """The carry after a round whose tokens are written and whose window has not moved.
 
-    Drafts that could not be emitted are not counted: past the limit, behind a stop id or the end of
-    a run. Drafts behind a wrong one do not change the estimates.
+    Drafts that could not be emitted are not counted: past the limit, after a stop id or the end of
+    a run. Drafts after a wrong one do not change the estimates.
 
     Args:
         right: Drafts that were right, up to the first that was not.
@@ -155,7 +155,7 @@ def run_end(state: DecodeState, tokens: Int[Array, "B S"]) -> Int[Array, " B"]:
         tokens: The anchor and what follows it.
 
     Returns:
-        A place behind the anchor, S where there is none.
+        A place after the anchor, S where there is none.
     """
     ends = _runs(state, tokens)[:, 1:] >= state.limits.max_run[:, None]
     first = jnp.argmax(ends, axis=1).astype(jnp.int32) + 1
@@ -213,7 +213,7 @@ def choose_width(
 
 
 def _room(state: DecodeState) -> Int[Array, " B"]:
-    """Tokens behind the anchor that the request may still emit: to its limit and first stop id."""
+    """Tokens after the anchor that the request may still emit: to its limit and first stop id."""
     buffer = state.buffer
     stops = (blocks.is_stop(state, buffer.tokens) & buffer.filled)[:, 0]
     first = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1), stops.shape[1])

@@ -22,13 +22,13 @@ def judge(
     drafted: ForwardOutput | None,
     block: Int[Array, "B T"],
 ) -> tuple[Int[Array, "B 1 S"], Int[Array, " B"]]:
-    """The tokens behind the anchor by speculative sampling, and how many drafts stay.
+    """The tokens after the anchor by speculative sampling, and how many drafts stay.
 
     Rows at temperature 0 take the most probable token, as with matching.
 
     Args:
         out, drafted: The passes of the target and of the drafter; None: nothing was drafted.
-        block: The anchor and the drafts behind it.
+        block: The anchor and the drafts after it.
     """
     B, width = block.shape
     sampling, row = state.sampling, jnp.arange(B)
@@ -61,13 +61,13 @@ def reject(
     tokens: Int[Array, "B T-1"],
     chances: Float[Array, "B T-1"],
 ) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
-    """Speculative sampling: which drafts stay, and the distribution of the token behind them.
+    """Speculative sampling: which drafts stay, and the distribution of the token after them.
 
-    A draft d stays where u q(d) < p(d). Behind the first that does not, the token is drawn from
-    what p has more than q; behind all of them, from p. Each token then has the distribution p.
+    A draft d stays where u q(d) < p(d). After the first that does not, the token is drawn from
+    what p has more than q; after all of them, from p. Each token then has the distribution p.
 
     Args:
-        target: Probabilities p of the token behind the anchor, and behind each draft.
+        target: Probabilities p of the token after the anchor, and after each draft.
         draft: Probabilities q that the drafts were drawn from. NaN and infinity count as 0: such
             a draft never stays, and the token is drawn from p.
         tokens: The drafts.

@@ -1,4 +1,4 @@
-"""A block in work beside a final one: how both go through the model in one pass, or one alone.
+"""A block in work next to a final one: how both go through the model in one pass, or one alone.
 
 For models of two modes. A block in work (ACTIVE) runs in the decoder's, in which its cells see each
 other. A final one (TO_CACHE) runs in the encoder's, in token order, and its keys and values are

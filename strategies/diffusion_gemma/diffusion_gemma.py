@@ -45,7 +45,7 @@ class DiffusionGemma(Strategy):
         max_denoising_steps: Steps of the schedule: the most that a canvas takes.
         t_min, t_max: Temperatures between which the schedule falls, the higher one first; a
             request's own temperature is a factor; at 0 nothing is drawn and the factor is 1.
-        entropy_bound: Nats that a step may keep beside its surest cell.
+        entropy_bound: Nats that a step may keep besides its surest cell.
         stability_threshold: Steps in a row that must leave the text as it was.
         confidence_threshold: Mean entropy in nats below which (strictly) a canvas may end; at 0
             each takes all of its steps.
@@ -108,7 +108,7 @@ class DiffusionGemma(Strategy):
         )
 
     def step(self, forward, state):
-        """One pass: store what is final, denoise the canvas behind it."""
+        """One pass: store what is final, denoise the canvas after it."""
         early = self._begins_early(state)
         is_final = state.buffer.status == TO_CACHE
         state = blocks.open_next(state, stable=is_final) if early else blocks.open_next(state)

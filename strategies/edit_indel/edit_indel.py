@@ -28,16 +28,16 @@ class EditIndel(Strategy):
 
     Attributes:
         accept_threshold: Holes are filled whose token's probability is above it (strictly), if
-            they are as many as the schedule wants; else so many of the surest.
+            they are the number that the schedule wants; else that number of the surest.
         edit_threshold: A filled cell takes another token whose probability is above it
             (strictly).
         add_block_threshold: Progress of the last block (>=) at which the next one opens.
-        max_post_edit_steps: The last of so many forwards without a hole of the block's first ones
+        max_post_edit_steps: The last of this many forwards without a hole of the block's first ones
             is final: it fills every hole, and the block leaves. 0: the forward that fills the last
             of those is.
         denoising_steps: Forwards over which the schedule spreads the holes a block opens with. A
             later forward fills every hole.
-        max_block_steps: The last of so many forwards of a block is final too.
+        max_block_steps: The last of this many forwards of a block is final too.
         delete_token_id, split_token_id: The two ids; None: those of the model's family.
     """
 
@@ -78,7 +78,7 @@ class EditIndel(Strategy):
         return self.delete_token_id, self.split_token_id
 
     def init(self, spec):
-        """What is remembered of a block while it is open."""
+        """The memory of a block while it is open."""
         written = (1, 1, self.max_block_steps, spec.block_size)
         leaves = {
             "original": jnp.zeros((1, 1, spec.block_size), bool),  # the first holes, as they move

@@ -86,7 +86,7 @@ def consume(
     length = jnp.where(where & (text == delete), 0, jnp.where(is_split, 2, 1))
     end = jnp.cumsum(length, axis=2)
     place = jnp.arange(S)[None, None]
-    # The cell that a place is filled from: the first that ends behind it.
+    # The cell that a place is filled from: the first that ends after it.
     source = jnp.sum(end[:, :, None] <= place[..., None], axis=3)
     cell = jnp.minimum(source, S - 1)
 

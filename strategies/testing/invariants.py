@@ -1,4 +1,4 @@
-"""What must hold of every strategy, checked without a model: the invariants of docs/contract.md.
+"""Checks of any strategy without a model: the invariants of docs/contract.md.
 
 `check_invariants` runs a strategy on random requests against a random model
 (`testing.random_model`), from fresh windows and from windows drawn at random, and looks at each
@@ -140,7 +140,7 @@ def _step(strategy: Strategy, state: DecodeState) -> tuple[DecodeState, Any]:
 
 
 def _plain(state: DecodeState) -> DecodeState:
-    """What can leave the device, of what is looked at; keys as numbers."""
+    """The inspected leaves that can leave the device; keys as numbers."""
     return state.replace(keys=jax.random.key_data(state.keys), carry=None, rows=None)
 
 
@@ -186,7 +186,7 @@ class _Watch:
         self.state = new
 
     def visible(self) -> dict[str, Any]:
-        """What tells one request from another, holes shown as -1."""
+        """The state by which requests are compared, holes shown as -1."""
         buffer = self.state.buffer
         column = np.arange(self.state.output.shape[1])[None]
         return {
@@ -255,7 +255,7 @@ class _Watch:
         self.end = np.where(self.running, end, self.end)
 
     def _committed(self, stepped: DecodeState, commit: np.ndarray) -> None:
-        """What the cache was shown at the positions that leave is what leaves."""
+        """Check that committed tokens are those that the cache was shown at their positions."""
         position = self._positions(stepped.buffer)
         tokens = stepped.buffer.tokens.reshape(len(position), -1)
         shown = np.take_along_axis(stepped.pools.cached, position, axis=1)

@@ -31,7 +31,7 @@ SEES_A_DUMMY, HAS_A_GAP, READS_NOTHING = -10, -11, -12
 
 
 class World(struct.PyTreeNode):
-    """What the model says to each request, and what its cache holds; it stands in for a pool.
+    """The model's answers to each request and the content of its cache; replaces a pool.
 
     Attributes:
         token: Likeliest token by forward and position.
@@ -49,7 +49,7 @@ class World(struct.PyTreeNode):
 class Forward:
     """A `core.protocol.Forward` over the world in `state.pools`, for one step.
 
-    The i-th forward of a step reads row `nfe + i`. One of a `width` is a branch beside a full one:
+    The i-th forward of a step reads row `nfe + i`. One of a `width` is a branch next to a full one:
     it reads the row of that one.
     """
 
@@ -136,7 +136,7 @@ class Forward:
 
 
 class Output(struct.PyTreeNode, ForwardOutput):
-    """What one pass says; a branch may return it."""
+    """The output of one pass; a branch may return it."""
 
     law: Float[Array, "B K S V"]
     positions: Int[Array, "B K S"]

@@ -76,7 +76,7 @@ def draw(
     if in_window:
         prompt_len = rng.integers(1, W, B)
         limit = rng.integers(prompt_len + 1, W + 1)
-        # Cells that the request brings behind its prompt, between its holes and behind them.
+        # Cells that the request brings after its prompt, between its holes and after them.
         end, cell = limit + rng.integers(0, W - limit + 1), np.arange(W)[None]
         brings = (cell >= prompt_len[:, None]) & (cell < end[:, None])
         brings &= (cell >= limit[:, None]) | (rng.random((B, W)) < 0.2)
@@ -239,7 +239,7 @@ def _midway(
         return np.where(take.reshape(-1, *(1,) * (a.ndim - 1)), a, b).astype(b.dtype)
 
     buffer = jax.tree.map(pick, drawn, fresh)
-    # What came before the window is in the cache, and what of it is text was emitted.
+    # What came before the window is in the cache, and its text was emitted.
     position = np.arange(state.pools.cached.shape[1])[None]
     cached = np.where(position < buffer.start[:, None], 1, NOTHING)
     if provisional:  # an open block that has had forwards was stored by them

@@ -23,7 +23,7 @@ NOT_READ = -1  # predicted token of a cell that was not asked for
 
 
 class StepRecord(struct.PyTreeNode):
-    """What one step did, per slot. Rows that did not run hold no event.
+    """The events of one step, per slot. Rows that did not run hold none.
 
     Attributes:
         before: The window that the last step left, with nothing opened yet.

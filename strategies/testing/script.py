@@ -73,7 +73,7 @@ class _Script(struct.PyTreeNode):
 
 
 class _ScriptedOutput(struct.PyTreeNode, ForwardOutput):
-    """What the script predicts for the window of one forward; a branch may return it."""
+    """The predictions of the script for the window of one forward; a branch may return it."""
 
     row: Array
     positions: Int[Array, "B K S"]
@@ -114,7 +114,7 @@ class _ScriptedForward:
     """Reads row `first + i` of the script in its i-th call; row `first` before any call.
 
     So a token that `absorb` draws at the end of prefill comes from row 0, as does the first
-    forward's. A call with a `width` does not count: it is a branch beside a full one, and reads
+    forward's. A call with a `width` does not count: it is a branch next to a full one, and reads
     the row that one does.
     """
 
