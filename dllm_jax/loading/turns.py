@@ -22,11 +22,12 @@ class Unusable(ValueError):
 
     Attributes:
         param: The place at fault, as "messages[2].tool_call_id".
+        code: "invalid_value" where a field holds none of its values, else "invalid_conversation".
     """
 
-    def __init__(self, message: str, param: str):
+    def __init__(self, message: str, param: str, code: str = "invalid_conversation"):
         super().__init__(message)
-        self.param = param
+        self.param, self.code = param, code
 
 
 def has_calls(turns: Iterable[Mapping[str, Any]]) -> bool:
@@ -55,6 +56,7 @@ def plain(turns: Sequence[Mapping[str, Any]], is_answered: bool = True) -> list[
                     f"{where}.tool_call_id={name!a:.60} is no call of the turn before it that "
                     "waits for a result; give the id of one",
                     f"{where}.tool_call_id",
+                    "invalid_value",
                 )
             turn = {**turn, "name": waiting.pop(name)}
         elif waiting:
@@ -79,6 +81,7 @@ def plain(turns: Sequence[Mapping[str, Any]], is_answered: bool = True) -> list[
                         f"{where}.tool_calls[{j}].id={one['id']!a:.60} is another call's; give "
                         "each its own",
                         f"{where}.tool_calls[{j}].id",
+                        "invalid_value",
                     )
                 waiting[one["id"]] = one["function"]["name"]
                 made.append(one)
@@ -123,6 +126,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
             f"{where}.function.arguments={given.get('arguments')!a:.60} is no JSON object; give "
             "one",
             f"{where}.function.arguments",
+            "invalid_value",
         )
     name = given["name"]
     return {

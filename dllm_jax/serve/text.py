@@ -234,7 +234,7 @@ class TextSide:
                 fields["tools"] = shown
             text, ids = chat.prompt(self, said, encode, **fields)
         except Unusable as error:
-            raise Refusal(str(error), param=error.param, code="invalid_conversation") from None
+            raise Refusal(str(error), param=error.param, code=error.code) from None
         except (ValueError, TypeError) as error:
             param = "chat_template_kwargs" if "does not read" in str(error) else "messages"
             raise Refusal(str(error), param=param, code="invalid_conversation") from None

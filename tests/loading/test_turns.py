@@ -135,6 +135,8 @@ def test_calls_and_results_that_do_not_belong_together_are_refused_by_path(chang
     with pytest.raises(turns.Unusable) as raised:
         turns.plain(talk)
     assert raised.value.param == param
+    is_field = param.endswith(("tool_call_id", "arguments", ".id"))
+    assert raised.value.code == ("invalid_value" if is_field else "invalid_conversation")
     assert "; " in str(raised.value)
 
 
