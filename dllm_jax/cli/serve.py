@@ -20,6 +20,7 @@ from dllm_jax.cli.interrupt import Interrupt
 
 if TYPE_CHECKING:
     from dllm_jax.serve.child import Served, Start
+    from dllm_jax.serve.keys import Key
     from dllm_jax.serve.service import Config
 
 KEY_VARIABLE, ADMIN_VARIABLE = "DLLM_API_KEY", "DLLM_ADMIN_KEY"
@@ -58,6 +59,16 @@ OF_FRONT = (
             action="append",
         ),
         flag("--api-key-file FILE", "a key a line"),
+        flag(
+            "--key-file FILE",
+            "further keys with limits of their own, a line each: NAME KEY [texts=N] [waiting=N] "
+            "[tokens_per_minute=N] [compile_s_per_minute=N]; log and metrics have the name",
+        ),
+        flag(
+            "--isolate-prefix-cache",
+            "a key finds cached prefixes of its own requests alone",
+            bool,
+        ),
         flag(
             "--admin-key-file FILE",
             f"a key a line, for routes of an administrator; ${ADMIN_VARIABLE} has one as well "
@@ -281,7 +292,13 @@ def config_of(args: argparse.Namespace) -> "Config":
         _check_otel(args.otlp_traces_endpoint)
     keys = _keys(args.api_key, args.api_key_file, KEY_VARIABLE)
     admin_keys = _keys([], args.admin_key_file, ADMIN_VARIABLE)
-    if set(keys) & set(admin_keys):
+    named = _named_keys(args.key_file)
+    own = {one.key for one in named}
+    if own & set(keys):
+        raise UsageError("a key of --key-file is one of --api-key, too; give it one place")
+    if args.isolate_prefix_cache and not (keys or named):
+        raise UsageError("--isolate-prefix-cache tells clients by their keys; give --key-file")
+    if (set(keys) | own) & set(admin_keys):
         raise UsageError("a key opens both all routes and those of an administrator; give two")
     if args.weights_root is not None:
         if not admin_keys:
@@ -290,7 +307,7 @@ def config_of(args: argparse.Namespace) -> "Config":
             )
         if not os.path.isdir(args.weights_root):
             raise UsageError(f"--weights-root {args.weights_root!r} is no folder; make it first")
-    if "*" in args.allowed_origin and keys:
+    if "*" in args.allowed_origin and (keys or named):
         raise UsageError("--allowed-origin * with a key; name the origins")
     from dllm_jax import __version__
 
@@ -314,6 +331,8 @@ def config_of(args: argparse.Namespace) -> "Config":
         host=args.host,
         port=args.port,
         api_keys=keys,
+        keys=named,
+        isolate_prefix_cache=args.isolate_prefix_cache,
         admin_keys=admin_keys,
         weights_root=args.weights_root,
         allowed_hosts=tuple(args.allowed_host),
@@ -368,6 +387,18 @@ def _keys(given: list[str], file: str | None, variable: str) -> tuple[str, ...]:
     if not keys and (given or file):
         raise UsageError("the API key is empty; give at least one character")
     return tuple(keys)
+
+
+def _named_keys(file: str | None) -> "tuple[Key, ...]":
+    from dllm_jax.cli.prompts import read_file
+    from dllm_jax.serve.keys import read_keys
+
+    if file is None:
+        return ()
+    try:
+        return read_keys(read_file("key file", file))
+    except ValueError as error:
+        raise UsageError(f"--key-file: {error}") from None
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -489,7 +520,10 @@ def served(llm: Any) -> "Served":
 
     def missing(made: Request) -> Work | None:
         found = llm.constraints.missing(made)
-        return None if found is None else Work(*found)
+        if found is None:
+            return None
+        key, do = found
+        return Work(key, lambda: do()[1].states)
 
     def walk(made: Request, before: Walk | None) -> Walk | None:
         tools = made.params.constraint

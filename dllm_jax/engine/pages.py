@@ -194,7 +194,8 @@ class Prefixes:
     def _salt(self, sequence: Sequence) -> bytes:
         """The salt of its keys; without prefix caching it differs for each request."""
         if self._layout.prefix_caching:
-            return self._layout.salt
+            own = sequence.owner.request.cache_salt.encode()
+            return b"%b|%b" % (self._layout.salt, own) if own else self._layout.salt
         leader = sequence.leader or sequence
         return b"%s|%d" % (self._layout.salt, leader.rank[1])
 

@@ -106,6 +106,7 @@ class Request:
         request_id: A name of the caller's choice; None: the engine numbers it.
         priority: Lower goes first; of equal ones each client's in turn, in order of arrival.
         client: Whose it is; a server's clients share the engine fairly.
+        cache_salt: Prefixes are shared among requests of one salt.
         deadline_s: Seconds from `add` after which it ends with "abort" and what it has.
         stream: Report it whenever it moved, not only when it ended.
         denoise: Report the provisional window as well (one step a dispatch while it runs).
@@ -121,6 +122,7 @@ class Request:
     request_id: str | None = None
     priority: int = 0
     client: str = ""
+    cache_salt: str = ""
     deadline_s: float | None = None
     stream: bool = False
     denoise: bool = False

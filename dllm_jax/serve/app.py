@@ -74,7 +74,7 @@ async def index(service: Service, call: Call) -> Any:
     """`/`: the page for browsers, the list of routes for others."""
     config = service.config
     if page.is_browser(call.header(b"accept")):
-        return page.asset("page.html", bool(config.api_keys))
+        return page.asset("page.html", config.has_keys)
     about = {"name": "dllm_jax", "version": config.version, "model": config.model}
     about |= {"status": service.engine.state, "routes": [f"{m} {path}" for path, m, _ in ROUTES]}
     return Json(about, headers={"vary": "accept"})
@@ -85,7 +85,7 @@ async def page_file(service: Service, call: Call) -> Any:
     name = call.scope["path_params"]["name"]
     if name not in page.FILES:
         raise HTTPException(404)
-    return page.asset(name, bool(service.config.api_keys))
+    return page.asset(name, service.config.has_keys)
 
 
 ROUTES = (

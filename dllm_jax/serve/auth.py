@@ -11,7 +11,7 @@ import functools
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dllm_jax.serve.refusals import Refusal
@@ -26,12 +26,20 @@ class Guard:
 
     Args:
         keys: Any of them opens every route; none: loopback names only.
+        names: Of the last keys; the others have numbers.
         hosts: Further names that the Host header may hold.
         open_metrics: `/metrics` needs no key.
     """
 
-    def __init__(self, keys: Iterable[str], hosts: Iterable[str], open_metrics: bool = False):
+    def __init__(
+        self,
+        keys: Iterable[str],
+        hosts: Iterable[str],
+        open_metrics: bool = False,
+        names: Sequence[str] = (),
+    ):
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._names = [*map(str, range(len(self._digests) - len(names))), *names]
         self._hosts = {host.lower() for host in hosts}
         self._open = OPEN_PATHS | ({"/metrics"} if open_metrics else set())
 
@@ -61,8 +69,8 @@ class Guard:
         host, port = peer[:2]
         return f"{host}:{port}" if _is_loopback(host) else str(host)
 
-    def _check_key(self, said: str) -> int:
-        """The key's number."""
+    def _check_key(self, said: str) -> str:
+        """The key's name or number."""
         scheme, _, value = said.partition(" ")
         key = value.strip().encode("utf-8", "surrogateescape")
         if scheme.lower() == "basic":  # a browser asks for it; the user name is not looked at
@@ -81,7 +89,7 @@ class Guard:
                 status=401,
                 headers={"www-authenticate": "Bearer"},  # `Gate` adds BASIC
             )
-        return matches.index(True)
+        return self._names[matches.index(True)]
 
     def _check_host(self, said: bytes) -> None:
         name, is_loopback = _host(said)

@@ -42,7 +42,9 @@ _COUNTS_PERIOD_S = 0.5
 # Steps in a row that may raise: the engine mends itself after the first, the second ends the
 # requests that run, and with the third it is the engine that is broken.
 _MOST_FAILED_STEPS = 3
-_OWN_COUNTS = ("steps", "devices", "weight_version")  # not of the engine's `Stats`
+# Not of the engine's `Stats`.
+_OWN_COUNTS = ("steps", "devices", "weight_version", "compiled")
+_OWN_COUNTS += ("grammar_queries", "grammar_hits", "grammar_stages")
 _MOST_NOTES = 32  # of a constraint, in an answer
 _SOON_S = 1e-3  # left of a deadline that passed while its request waited
 
@@ -54,8 +56,8 @@ class Served(NamedTuple):
         make_request: From prompt ids and fields to the engine's `Request`.
         read: Log-probabilities of the labels in texts, and the forwards that took; ValueError for
             texts that cannot be read. In any thread.
-        missing: The work that must be done before a request can be queued, whose result is kept;
-            None: none.
+        missing: The work that must be done before a request can be queued, whose result is kept,
+            and which returns the states of its automaton; None: none.
         devices: As `Counts.devices`.
         commands: Of an administrator, by name; None: there are none.
         walk: A text of a request with tools along its grammar (`api.calls.Walk`), after the walk
@@ -131,6 +133,7 @@ class Outbox:
         self._deltas: dict[tuple[int, int], Delta] = {}
         self._counts: Counts | None = None
         self._steps: list[tuple[int, float]] = []
+        self._compiled: list[tuple[str, float, int]] = []
 
     @property
     def is_full(self) -> bool:
@@ -156,6 +159,7 @@ class Outbox:
             else:
                 waiting.merge(delta)
         self._steps += counts.steps
+        self._compiled += counts.compiled
         self._counts = counts
         self.push()
 
@@ -191,7 +195,7 @@ class Outbox:
     def _apart(self, moved: pipe.Moved) -> Iterator[bytes]:
         """Each delta in a message of its own."""
         yield pipe.frame(pipe.Moved([], moved.counts))
-        counts = msgspec.structs.replace(moved.counts, steps=[])
+        counts = msgspec.structs.replace(moved.counts, steps=[], compiled=[])
         for delta in moved.deltas:
             try:
                 yield pipe.frame(pipe.Moved([delta], counts))
@@ -208,10 +212,10 @@ class Outbox:
     def _take(self) -> list[Message]:
         messages = list(self._messages)
         if self._counts is not None:
-            self._counts.steps = self._steps
+            self._counts.steps, self._counts.compiled = self._steps, self._compiled
             messages.append(pipe.Moved(list(self._deltas.values()), self._counts))
         self._messages.clear()
-        self._deltas, self._steps, self._counts = {}, [], None
+        self._deltas, self._steps, self._compiled, self._counts = {}, [], [], None
         return messages
 
 
@@ -276,6 +280,8 @@ class Loop:
         self._commands: deque[pipe.Command] = deque()  # which wait until no request runs
         self._parked: dict[int, _Parked | _Stage] = {}
         self._num_stages = 0
+        self._queries = self._hits = 0  # of automata
+        self._compiled: list[tuple[str, float, int]] = []
         self._live: dict[str, _Live] = {}
         self._prompts: dict[int, list[str]] = {}
         self._pieces: dict[int, str] = {}
@@ -353,6 +359,7 @@ class Loop:
     def _go_on(self) -> None:
         """Handle the requests whose work is done."""
         for done in self._making.take():
+            self._compiled.append((done.client, done.seconds, done.found or 0))
             for request_id in done.request_ids:
                 parked = self._parked.pop(request_id)
                 try:
@@ -443,6 +450,7 @@ class Loop:
             "denoise": add.denoise,
             "priority": add.priority,
             "client": add.client,
+            "cache_salt": add.cache_salt,
         }
         requests = []
         for number, prompt in enumerate(add.prompts):
@@ -453,7 +461,7 @@ class Loop:
     def _queue(self, add: pipe.Add, requests: list[Request], since_s: float) -> None:
         """Queue every prompt or none, once nothing is missing for them."""
         for request in requests[:1]:  # the others have its parameters
-            if (work := self._served.missing(request)) is not None:
+            if (work := self._missing(request)) is not None:
                 self._making.put(add.client, add.id, work)
                 self._parked[add.id] = _Parked(add, requests, since_s)
                 return
@@ -472,11 +480,18 @@ class Loop:
         if add.stream:
             self._outbox.queue(pipe.Accepted(add.id))
 
+    def _missing(self, request: Request) -> Work | None:
+        work = self._served.missing(request)
+        if request.params.constraint is not None:
+            self._queries += 1
+            self._hits += work is None
+        return work
+
     def _put_stage(self, stage: _Stage) -> None:
         """Let a text go on, once its grammar is compiled."""
         self._num_stages += 1
         add, key = stage.prompt.add, -self._num_stages  # ids of requests are not negative
-        work = self._served.missing(stage.request)
+        work = self._missing(stage.request)
         if work is None:
             self._add_stage(stage)
             return
@@ -588,7 +603,17 @@ class Loop:
             self._devices, self._looked_s = self._served.devices(), now
         commands = self._served.commands
         version = 0 if commands is None else commands.version
-        return Counts(**named, steps=steps, devices=self._devices, weight_version=version)
+        compiled, self._compiled = self._compiled, []
+        return Counts(
+            **named,
+            steps=steps,
+            devices=self._devices,
+            weight_version=version,
+            grammar_queries=self._queries,
+            grammar_hits=self._hits,
+            grammar_stages=self._num_stages,
+            compiled=compiled,
+        )
 
     def _piece(self, token: int) -> str:
         text = self._pieces.get(token)

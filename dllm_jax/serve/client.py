@@ -291,9 +291,9 @@ class EngineClient:
         """Whether a request has not been released by its reader."""
         return bool(self._boxes or self._asked)
 
-    def has_open_of(self, client: str) -> bool:
-        """Whether a text of this client is in the engine."""
-        return any(box.client == client for box in self._boxes.values())
+    def num_open_of(self, client: str) -> int:
+        """Texts of this client in the engine."""
+        return sum(box.num_open for box in self._boxes.values() if box.client == client)
 
     @property
     def pid(self) -> int | None:
@@ -330,6 +330,7 @@ class EngineClient:
         priority: int = 0,
         client: str = "",
         ids: bool = False,
+        cache_salt: str = "",
     ) -> Mailbox:
         """Hand prompts to the engine, which queues all or none; `release` the mailbox in the end.
 
@@ -340,8 +341,8 @@ class EngineClient:
         n = params.get("n", 1)
         box = Mailbox(next(self._ids), len(prompts) * n, len(prompts))
         box.client = client
-        add = pipe.Add(box.id, prompts, params, stream, denoise, deadline_s, priority, client, ids)
-        self._send(add)
+        flow = (stream, denoise, deadline_s, priority, client, ids, cache_salt)
+        self._send(pipe.Add(box.id, prompts, params, *flow))
         self._begin()
         self._boxes[box.id] = box
         self._num_texts += box.num_open

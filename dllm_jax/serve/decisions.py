@@ -37,7 +37,7 @@ async def decide(service: Service, call: Call) -> Any:
                 param="input",
                 code="context_length_exceeded",
             )
-    has_open = service.engine.has_open_of(call.client)
+    has_open = service.engine.num_open_of(call.client) > 0
     service.admission.check(service.engine.num_open, facts.num_slots, 1, False, has_open)
     read_out = await service.engine.ask(texts, call.client)
     rows = [row for read in read_out.log_probabilities for row in read]

@@ -100,6 +100,7 @@ class Call:
         self.prompt_tokens: int | None = None
         self.usages: Sequence[Usage] = ()
         self.texts: Sequence[Delta] = ()
+        self.turns: Any = None  # `turns.Texts` of an answer that may have calls
         self.error: str | None = None
 
     def header(self, name: bytes) -> str:

@@ -25,7 +25,9 @@ class Gate:
     def __init__(self, inner: Any, service: Service):
         config = service.config
         self._inner, self._service = inner, service
-        self._guard = Guard(config.api_keys, config.allowed_hosts, config.open_metrics)
+        keys, names = [*config.api_keys], [one.name for one in config.keys]
+        keys += [one.key for one in config.keys]
+        self._guard = Guard(keys, config.allowed_hosts, config.open_metrics, names)
         self._admin = Guard(config.admin_keys, ()) if config.admin_keys else self._guard
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -131,6 +133,7 @@ class Gate:
             e2e_ms=_ms(time.monotonic() - call.started_s),
             disconnected=call.is_gone or None,
             error=call.error,
+            key=service.quotas.name(call.client),
         )
         if client := call.scope.get("client"):
             line.peer = client[0]

@@ -162,10 +162,16 @@ async def _generate(
     if tools is not None:
         ends = service.ready()[1].end_ids(tools)
         params["stop_token_ids"] = (*params["stop_token_ids"], *ends)
+    if tools is not None and tools.tools:
+        choice = tools.choice if isinstance(tools.choice, str) else "named"
+        labels = {"route": call.scope["endpoint"].path, "choice": choice}
+        service.metrics.count("dllm_tool_requests_total", **labels)
     num_texts = len(prompts) * params["n"]
     engine = service.engine
-    has_open = engine.has_open_of(call.client)
-    service.admission.check(engine.num_open, facts.num_slots, num_texts, denoise, has_open)
+    mine = engine.num_open_of(call.client)
+    service.admission.check(engine.num_open, facts.num_slots, num_texts, denoise, mine > 0)
+    num_free = max(0, facts.num_slots - (engine.num_open - mine))
+    service.quotas.check(call.client, num_texts, mine, num_free)
     call.prompt_tokens = num_prompt_tokens
     box = service.engine.submit(
         prompts,
@@ -176,12 +182,15 @@ async def _generate(
         priority=service.admission.priority(body.priority),
         client=call.client,
         ids=tools is not None,
+        cache_salt=call.client if service.config.isolate_prefix_cache else "",
     )
     system = fingerprint(service.config.version, facts)
     version = engine.counts.weight_version if service.config.weights_root else None
     given = is_chat, service.config.model, system, num_prompt_tokens, version
     form, kind = Form(*given), EventStream
     texts = Texts(None if tools is None else functools.partial(service.ready()[1].turn, tools))
+    if tools is not None:
+        call.turns = texts
     if make_form is not None:
         form, kind = make_form(given, texts), TurnStream
     elif tools is not None and isinstance(body, wire.Chat):
@@ -206,9 +215,10 @@ async def _generate(
     try:
         deltas = await whole(box, call.scope["dllm.connection"])
         call.texts, call.usages = deltas, box.usages
+        answer = form.whole(deltas, box.usages)
     finally:
         _ended(service, box, call)
-    return Json(form.whole(deltas, box.usages))
+    return Json(answer)
 
 
 def _turns(body: wire.Chat, tools: Tools, texts: Texts, given: Any) -> ChatForm:
@@ -272,8 +282,14 @@ def _ended(service: Service, box: Mailbox, call: Call) -> None:
     if box.refusal is not None:  # it never ran
         return
     service.admission.ended(time.monotonic() - call.started_s)
+    num_tokens = (call.prompt_tokens or 0) + sum(box.num_tokens)
+    service.quotas.spend(call.client, "tokens_per_minute", num_tokens)
     for usage in box.usages:
         service.metrics.ended(usage)
+    if call.turns is not None:
+        service.metrics.turns(call.scope["endpoint"].path, *call.turns.counts)
+        for usage in box.usages:
+            service.metrics.relaxed(usage.notes)
     for text in call.texts:
         if text.finish is not None:
             service.metrics.count("dllm_request_success_total", finish_reason=text.finish)

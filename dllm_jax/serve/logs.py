@@ -72,6 +72,7 @@ class RequestLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     disconnected: bool | None = None
     error: str | None = None
     peer: str | None = None
+    key: str | None = None
 
 
 class Log:

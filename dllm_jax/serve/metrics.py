@@ -5,10 +5,12 @@ Data flow: the engine's `Counts`, ended requests and HTTP answers -> one registr
 routers and dashboards read.
 """
 
+import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 
 from dllm_jax.serve.pipe import Counts, Facts, Usage
+from dllm_jax.structured.drafts import READ
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -24,6 +26,8 @@ BUCKETS = {
     "dllm_request_prompt_tokens": _LENGTHS,
     "dllm_request_generation_tokens": _LENGTHS,
     "dllm_tokens_per_forward": (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128),
+    "dllm_grammar_compile_seconds": _FIRST,
+    "dllm_grammar_states": (16, 64, 128, 256, 512, 1024, 2048, 4096),
     "dllm_step_seconds": (
         *(0.0005, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.0075),
         *(0.01, 0.025, 0.05, 0.1, 0.25),
@@ -55,6 +59,16 @@ HELP = {
     "dllm_engine_failures_total": "Engine processes that ended.",
     "dllm_engine_restarts_total": "Engine processes that were replaced.",
     "dllm_log_lines_dropped_total": "Lines that standard error had no room for.",
+    "dllm_grammar_cache_queries_total": "Constraints looked up among the compiled ones.",
+    "dllm_grammar_cache_hits_total": "Constraints found there.",
+    "dllm_grammar_stages_total": "Stages that texts with calls went on to.",
+    "dllm_grammar_compile_seconds": "Compiling a constraint.",
+    "dllm_grammar_states": "States of a constraint's automaton.",
+    "dllm_tool_requests_total": "Requests that offered tools, by route and choice.",
+    "dllm_tool_calls_total": "Calls in answers, by route and end.",
+    "dllm_tool_relaxed_total": "Keywords of tools' schemas that were held in part, by name.",
+    "dllm_reasoning_tokens_total": "Tokens of thoughts.",
+    "dllm_key_refused_total": "Requests over a limit of their key, by its name.",
     "dllm_request_success_total": "Texts that ended, by reason.",
     "dllm_http_requests_total": "Answers by route and status.",
     "dllm_decisions_total": "Questions answered by /v1/decisions.",
@@ -93,6 +107,9 @@ _LIVE = {
     "dllm_draft_tokens_accepted_total": "draft_tokens_accepted",
     "dllm_device_failures_total": "num_failures",
     "dllm_request_faults_total": "num_faults",
+    "dllm_grammar_cache_queries_total": "grammar_queries",
+    "dllm_grammar_cache_hits_total": "grammar_hits",
+    "dllm_grammar_stages_total": "grammar_stages",
 }
 _ROUNDS = "draft_rounds"
 STATES = ("starting", "ready", "paused", "asleep", "draining", "failed")
@@ -153,6 +170,7 @@ class Metrics:
             "disconnects",
             "engine_failures",
             "engine_restarts",
+            "reasoning_tokens",
         ):
             self.count(f"dllm_{name}_total", 0)
 
@@ -169,6 +187,23 @@ class Metrics:
         """Add a value to a histogram."""
         self._histograms[name].observe(value)
 
+    def refused(self, key: str, limit: str) -> None:
+        """A request was over a limit of its key."""
+        self.count("dllm_key_refused_total", key=key, limit=limit)
+
+    def turns(self, route: str, whole: int, cut: int, thought_tokens: int) -> None:
+        """A request whose answer may have calls and thoughts has ended."""
+        for end, number in (("whole", whole), ("cut", cut)):
+            self.count("dllm_tool_calls_total", number, route=route, end=end)
+        self.count("dllm_reasoning_tokens_total", thought_tokens)
+
+    def relaxed(self, notes: Iterable[str]) -> None:
+        """What a constraint's notes say of tools: the keyword of each, or "other"."""
+        for note in notes:
+            place = re.findall(r"\w+", note.partition(": ")[0])
+            words = [word for word in place if word in READ]
+            self.count("dllm_tool_relaxed_total", keyword=words[-1] if words else "other")
+
     def describe(self, facts: Facts) -> None:
         """What the engine said when it was ready."""
         self._facts = facts
@@ -180,6 +215,10 @@ class Metrics:
         steps = self._histograms["dllm_step_seconds"]
         for ran, seconds in new.steps:
             steps.observe(seconds / ran, ran)
+        for _, seconds, states in new.compiled:
+            self.observe("dllm_grammar_compile_seconds", seconds)
+            if states:
+                self.observe("dllm_grammar_states", states)
         self._counts = new
 
     def _add_up(self) -> dict[str, int]:

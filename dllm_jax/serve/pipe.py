@@ -48,6 +48,7 @@ class Add(Message):
     Attributes:
         client: Identity of the client, for fair scheduling among clients.
         ids: Also send the ids of each piece.
+        cache_salt: As of `engine.requests.Request`.
     """
 
     id: int
@@ -59,6 +60,7 @@ class Add(Message):
     priority: int
     client: str = ""
     ids: bool = False
+    cache_salt: str = ""
 
 
 class Ask(Message):
@@ -266,6 +268,8 @@ class Counts(msgspec.Struct):
 
     Attributes:
         steps: Decode steps and the seconds they took, since the last counts.
+        compiled: Client, seconds and states of each constraint since the last counts; no states:
+            it was refused.
         weight_version: Of the weights that are served, 0 at the start.
         devices: Bytes in use and the limit of each device that counts them.
     """
@@ -289,6 +293,10 @@ class Counts(msgspec.Struct):
     steps: list[tuple[int, float]] = []
     devices: list[tuple[int, int]] = []
     weight_version: int = 0
+    grammar_queries: int = 0
+    grammar_hits: int = 0
+    grammar_stages: int = 0
+    compiled: list[tuple[str, float, int]] = []
 
 
 class Moved(Message):

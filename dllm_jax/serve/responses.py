@@ -171,10 +171,11 @@ def _turns(given: Any) -> tuple[list[dict[str, Any]], list[int]]:
             said.append({"role": role, "content": text})
             is_open = role == "assistant"
         else:
-            stored = kind == "item_reference"
-            remedy = "set store: false, so that your client sends whole items"
+            remedy = "leave it out"
+            if kind == "item_reference":
+                remedy = "set store: false, so that your client sends whole items"
             raise Refusal(
-                f"{where}.type={shown(kind)} is not supported; {remedy if stored else 'leave it out'}",
+                f"{where}.type={shown(kind)} is not supported; {remedy}",
                 param=f"{where}.type",
                 code="unsupported_parameter",
             )

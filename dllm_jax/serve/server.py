@@ -132,7 +132,7 @@ async def _run(service: Service, sock: socket.socket) -> int:
 
 def is_open(config: Config, address: str) -> bool:
     """Whether others than users of this machine may ask without a key."""
-    return not (config.api_keys or ipaddress.ip_address(address).is_loopback)
+    return not (config.has_keys or ipaddress.ip_address(address).is_loopback)
 
 
 async def _until_over(service: Service, stop: "_Stop") -> int:

@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dllm_jax.serve import wire
 from dllm_jax.serve.client import EngineClient
 from dllm_jax.serve.exchange import Call
+from dllm_jax.serve.keys import Key, Quotas
 from dllm_jax.serve.limits import Admission, Limits
 from dllm_jax.serve.logs import Log
 from dllm_jax.serve.metrics import Metrics
-from dllm_jax.serve.pipe import Facts, Launch
+from dllm_jax.serve.pipe import Counts, Facts, Launch
 from dllm_jax.serve.refusals import Refusal, shown
 from dllm_jax.serve.spans import Spans
 from dllm_jax.serve.text import TextSide
@@ -25,6 +26,8 @@ class Config:
     Attributes:
         model: What `GET /v1/models` calls the model, and requests name.
         launch: How the engine process is made.
+        keys: Further ones, with names and limits.
+        isolate_prefix_cache: A key finds prefixes of its own requests alone.
         admin_keys: Any of them opens the routes of an administrator; none: they do not exist.
         weights_root: The folder within which weights may be read while serving; None: none are.
         api_keys: Any of them opens every route but /health and /live; none: loopback names only.
@@ -44,6 +47,8 @@ class Config:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    keys: tuple[Key, ...] = ()
+    isolate_prefix_cache: bool = False
     admin_keys: tuple[str, ...] = ()
     weights_root: str | None = None
     allowed_hosts: tuple[str, ...] = ()
@@ -58,6 +63,11 @@ class Config:
     otlp_traces_endpoint: str | None = None
     limits: Limits = dataclasses.field(default_factory=Limits)
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether only those with a key may ask."""
+        return bool(self.api_keys or self.keys)
+
 
 class Service:
     """What the handlers share.
@@ -70,8 +80,9 @@ class Service:
         self.config = config
         self.log = log or Log(config.log_format)
         self.metrics = Metrics(config.model, config.version, config.vllm_metrics)
+        self.quotas = Quotas(config.keys, self.metrics.refused)
         self.engine = EngineClient(
-            config.launch, config.restart_engine, self.metrics.update, self.log.line
+            config.launch, config.restart_engine, self._counted, self.log.line
         )
         endpoint, about = config.otlp_traces_endpoint, (config.model, config.version)
         self.spans = None if endpoint is None else Spans(endpoint, *about)
@@ -79,6 +90,11 @@ class Service:
         self.admission = Admission(config.limits)
         # A single thread: several would compete for the GIL and delay the event loop.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="read")
+
+    def _counted(self, counts: Counts) -> None:
+        self.metrics.update(counts)
+        for client, seconds, _ in counts.compiled:
+            self.quotas.spend(client, "compile_s_per_minute", seconds)
 
     async def read(self, call: Call, kind: type[wire.Body]) -> wire.Body:
         """The body of a request; a large one is read in a thread, for it may hold a million values.

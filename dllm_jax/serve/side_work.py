@@ -4,6 +4,7 @@ One thread works at a time, and clients take turns. Nothing here knows what the 
 """
 
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -28,8 +29,10 @@ class Busy(Refused):
 
 
 class Done(NamedTuple):
-    """A piece of work that has ended, and the requests that waited for it."""
+    """A piece of work that has ended, who asked for it first, and the requests that waited."""
 
+    client: str
+    seconds: float
     request_ids: list[int]
     found: Any
     error: Exception | None
@@ -56,6 +59,7 @@ class SideWork:
         self._waiting: OrderedDict[str, deque[Hashable]] = OrderedDict()  # by client
         self._current: Hashable = None
         self._done: deque[tuple[Any, Exception | None]] = deque()
+        self._since_s = 0.0
 
     def __len__(self) -> int:
         """Requests that wait."""
@@ -95,7 +99,8 @@ class SideWork:
         found = []
         while self._done:
             piece = self._pieces.pop(self._current)
-            found.append(Done(piece.request_ids, *self._done.popleft()))
+            seconds = time.monotonic() - self._since_s
+            found.append(Done(piece.client, seconds, piece.request_ids, *self._done.popleft()))
             self._current = None
             self._begin()
         return found
@@ -114,7 +119,7 @@ class SideWork:
         self._current = self._waiting[client][0]
         self._waiting.move_to_end(client)
         self._forget(client, self._current)
-        do = self._pieces[self._current].work.do
+        do, self._since_s = self._pieces[self._current].work.do, time.monotonic()
         threading.Thread(target=self._run, args=(do,), daemon=True).start()
 
     def _run(self, do: Callable[[], Any]) -> None:

@@ -56,6 +56,7 @@ class Texts:
         self._make = make
         self._turns: dict[int, Turn] = {}
         self._num_calls: dict[int, int] = {}
+        self._num_begun = 0
 
     def feed(self, delta: Delta) -> list[Piece]:
         """What a delta brings."""
@@ -64,12 +65,19 @@ class Texts:
         turn = self._turns.setdefault(delta.choice, self._make())
         pieces = turn.feed(delta.ids, last=delta.finish is not None)
         ended = sum(piece.kind == "end" for piece in pieces)
+        self._num_begun += sum(piece.kind == "call" for piece in pieces)
         self._num_calls[delta.choice] = self._num_calls.get(delta.choice, 0) + ended
         return pieces
 
     def num_calls(self, choice: int) -> int:
         """Calls that are whole."""
         return self._num_calls.get(choice, 0)
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Calls that are whole, calls that are not, and tokens of thoughts, of all texts."""
+        whole = sum(self._num_calls.values())
+        return whole, self._num_begun - whole, self.thought_tokens
 
     @property
     def thought_tokens(self) -> int:

@@ -51,7 +51,7 @@ class Books:
         self.number = 0
 
     def accept(self, prompt: Any, **wishes: Any) -> Any:
-        own = ("priority", "client", "denoise", "suffix_token_ids")
+        own = ("priority", "client", "denoise", "suffix_token_ids", "cache_salt")
         fields = {name: wishes.pop(name) for name in own if name in wishes}
         host = self.host
         params = host.requests.SamplingParams(**{"max_tokens": 16, **wishes})
@@ -315,6 +315,14 @@ def test_a_common_prefix_is_shared_by_whole_pages(host: ModuleType) -> None:
     assert second.cached_tokens == 8
     assert books.pool.owners(first.pages[0]) == 2
     books.check()
+
+
+def test_prefixes_are_found_under_their_own_salt_alone(host: ModuleType) -> None:
+    books = Books(host, num_pages=30)
+    for salt, found in (("", 0), ("a", 0), ("b", 0), ("a", 12), ("", 12)):
+        sequence = books.run(range(2, 15), cache_salt=salt)
+        assert sequence.cached_tokens == found
+        books.scheduler.leave(sequence)
 
 
 def test_a_second_turn_finds_the_first_ones_text(host: ModuleType) -> None:

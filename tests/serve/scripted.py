@@ -192,6 +192,7 @@ def make(settings, progress):
 
 def main():
     """Serve on a free port."""
+    from dllm_jax.serve.keys import Key
     from dllm_jax.serve.limits import Limits
     from dllm_jax.serve.server import bind, run
     from dllm_jax.serve.service import Config
@@ -199,6 +200,7 @@ def main():
     reported = json.loads(sys.argv[1])
     launch = Launch("tests.serve.scripted:make", reported.pop("settings", {}))
     limits = Limits(**reported.pop("limits", {}))
+    reported["keys"] = [Key(*one) for one in reported.pop("keys", [])]
     reported = {name: tuple(v) if isinstance(v, list) else v for name, v in reported.items()}
     config = Config(
         model="scripted",
