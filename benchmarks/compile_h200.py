@@ -40,7 +40,8 @@ from dllm_jax.models import quantization as quantize
 from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
-from dllm_jax.models.sharding import Split, fitted
+from dllm_jax.models.sharding import Split
+from dllm_jax.models.split_axes import fitted
 from dllm_jax.runner import buckets
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies.core.protocol import split_knobs

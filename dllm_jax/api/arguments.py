@@ -73,6 +73,15 @@ def model_of(model: Any, num_devices: Any, **of_load: Any) -> Model:
     return with_kv_cache(model if split is None else place(model, split), kv_cache_dtype)
 
 
+def check_flags(warm_up: Any, warm_up_constraints: Any) -> None:
+    """Refuse values that are neither True nor False."""
+    if not isinstance(warm_up, bool):
+        raise ValueError(f"warm_up={checks.short_repr(warm_up)} must be True or False")
+    if not isinstance(warm_up_constraints, bool | None):
+        said = checks.short_repr(warm_up_constraints)
+        raise ValueError(f"warm_up_constraints={said} must be True, False or None")
+
+
 def progress_of(progress: bool | Progress) -> Progress | None:
     """The callback for progress of compiling: the caller's function, or one that draws a line."""
     if callable(progress):

@@ -15,8 +15,8 @@ from dllm_jax import structured
 from dllm_jax.api.prompts import request_of
 from dllm_jax.engine.requests import Request, RequestOutput, SamplingParams
 from dllm_jax.loading import tool_forms, turns
-from dllm_jax.loading.tool_forms import ToolForm
-from dllm_jax.structured.offers import Offer
+from dllm_jax.loading.tool_forms import NO_FORM, ToolForm, tool_form
+from dllm_jax.structured.offers import Offer, offered
 from dllm_jax.structured.tools import Piece, Tools, Turn
 
 MOST_STAGES = 64  # of a text
@@ -117,6 +117,29 @@ class Turns:
 
     def _walk(self, request: Request, turn: Turn) -> "Walk":
         return walk_of(self._llm, request, turn)
+
+
+def turns_of(
+    llm: Any,
+    tools: Sequence[Any] | None,
+    choice: Any,
+    several: bool | None,
+    form_name: str | None,
+    template_fields: dict[str, Any],
+) -> Turns | None:
+    """What answers conversations with tools; None without them, or where the template sees to them.
+
+    A template that has tools in a form of its own takes them with its other fields.
+    """
+    from dllm_jax.loading.templates import tool_schema  # with it comes the template engine
+
+    tools = None if tools is None else list(map(tool_schema, tools))
+    form = tool_form(llm.model, form_name) if tools else NO_FORM
+    if tools and form.name is None and choice is None:
+        template_fields["tools"] = tools
+        return None
+    offer = offered(tools, choice, several)
+    return None if offer is None else Turns(llm, offer, form, template_fields)
 
 
 class Walk:

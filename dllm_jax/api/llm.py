@@ -5,7 +5,6 @@ Data flow: what the user writes -> `Request`s (`prompts`, `infill`) -> the engin
 
 import functools
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -14,20 +13,21 @@ from dllm_jax.api.arguments import (
     OF_CONFIG,
     OF_LOAD,
     Progress,
+    check_flags,
     engine_config,
     model_of,
     progress_of,
 )
-from dllm_jax.api.calls import Turns
+from dllm_jax.api.calls import turns_of
 from dllm_jax.api.constraints import ConstraintReport, Constraints
 from dllm_jax.api.drafts import Source
 from dllm_jax.api.prompts import (
     Prompt,
+    advised,
     each_conversation,
     each_params,
     each_prompt,
     either,
-    lacks_template,
     rendered,
     request_of,
     run,
@@ -43,10 +43,8 @@ from dllm_jax.engine.requests import Request, RequestOutput, SamplingParams
 from dllm_jax.engine.rules import NUMBERS
 from dllm_jax.loading.chat import Messages
 from dllm_jax.loading.jax_settings import enable_compile_cache
-from dllm_jax.loading.tool_forms import NO_FORM, tool_form
 from dllm_jax.runner.memory import MemoryPlan
 from dllm_jax.runner.worker import check_process
-from dllm_jax.structured.offers import offered
 
 
 @checks.known_fields(
@@ -131,11 +129,7 @@ class LLM:
             **{name: passed_on.pop(name) for name in OF_CONFIG if name in passed_on},
         }
         seed = NUMBERS["seed"].check("seed", seed)
-        if not isinstance(warm_up, bool):
-            raise ValueError(f"warm_up={checks.short_repr(warm_up)} must be True or False")
-        if not isinstance(warm_up_constraints, bool | None):
-            said = checks.short_repr(warm_up_constraints)
-            raise ValueError(f"warm_up_constraints={said} must be True, False or None")
+        check_flags(warm_up, warm_up_constraints)
         self.config = engine_config(config, sizes)
         self._is_advised = False
         enable_compile_cache()
@@ -232,7 +226,7 @@ class LLM:
             ValueError: Every prompt is refused; the reason is the first one's.
         """
         every = each_prompt(prompts)
-        self._advise(every)
+        self._is_advised = self._is_advised or advised(self.model, every)
         make = functools.partial(request_of, self.model, stream=trajectory, denoise=trajectory)
         return self._run(make, every, either(params, sampling_params), use_tqdm, trajectory)
 
@@ -263,14 +257,9 @@ class LLM:
             template_kwargs: As of `apply_template`, for every conversation.
         """
         params, every = either(params, sampling_params), each_conversation(messages)
-        from dllm_jax.loading.templates import tool_schema  # with it comes the template engine
-
-        tools = None if tools is None else list(map(tool_schema, tools))
-        form = tool_form(self.model, tool_format) if tools else NO_FORM
-        if tools and form.name is None and tool_choice is None:
-            template_kwargs["tools"] = tools  # a template that has them in another form
-        elif (offer := offered(tools, tool_choice, parallel_tool_calls)) is not None:
-            return Turns(self, offer, form, template_kwargs).run(every, params, use_tqdm)
+        asked = (tools, tool_choice, parallel_tool_calls, tool_format)
+        if (turns := turns_of(self, *asked, template_kwargs)) is not None:
+            return turns.run(every, params, use_tqdm)
         make = functools.partial(request_of, self.model, template_kwargs=template_kwargs)
         return self._run(make, every, params, use_tqdm)
 
@@ -298,7 +287,7 @@ class LLM:
                 f'events={checks.short_repr(events)} is not known; use "commit" or "denoise"'
             )
         denoise = events == "denoise"
-        self._advise([prompt])
+        self._is_advised = self._is_advised or advised(self.model, [prompt])
         chosen = either(params, sampling_params) or self.default_params
         request = request_of(self.model, prompt, chosen, stream=True, denoise=denoise)
         inbox = self.engine.inbox()
@@ -398,17 +387,6 @@ class LLM:
                 this conversation.
         """
         return rendered(self.model, conversation, **template_kwargs)
-
-    def _advise(self, prompts: Sequence[Any]) -> None:
-        """Warn once of texts that a chat model gets without its template."""
-        if self._is_advised or not lacks_template(self.model, prompts):
-            return
-        self._is_advised = True
-        warnings.warn(
-            f"{self.model.source} is a chat model, and a text goes to it as it is, without the "
-            "chat template; use llm.chat, give messages, or llm.apply_template(messages)",
-            stacklevel=3,
-        )
 
     def _run(
         self,

@@ -166,15 +166,22 @@ def _given(prompt: Any) -> tuple[Any, str | None]:
     return text if ids is None else ids, text
 
 
-def lacks_template(model: Model, prompts: Sequence[Any]) -> bool:
-    """Whether some text goes to a chat model without its chat template."""
+def advised(model: Model, prompts: Sequence[Any]) -> bool:
+    """Warn of texts that go to a chat model without its chat template; whether there is one."""
     tokenizer = model.tokenizer
     texts = [one.get("prompt") if isinstance(one, Mapping) else one for one in prompts]
     texts = [text for text in texts if isinstance(text, str)]
     if tokenizer is None or not texts or not (tokenizer.chat_template or chat.template_of(model)):
         return False
     special = [token for token in tokenizer.get_added_vocab() if token.strip()]
-    return not all(any(token in text for token in special) for text in texts)
+    if all(any(token in text for token in special) for text in texts):
+        return False
+    warnings.warn(
+        f"{model.source} is a chat model, and a text goes to it as it is, without the chat "
+        "template; use llm.chat, give messages, or llm.apply_template(messages)",
+        stacklevel=3,
+    )
+    return True
 
 
 # --- a call ------------------------------------------------------------------------------------

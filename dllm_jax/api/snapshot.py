@@ -32,7 +32,7 @@ from dllm_jax.engine.requests import SamplingParams
 from dllm_jax.engine.sequence import Sequence
 from dllm_jax.loading.jax_settings import cache_folder
 from dllm_jax.loading.model import Model
-from dllm_jax.models.sharding import split_axis
+from dllm_jax.models.split_axes import split_axis
 from dllm_jax.strategies.core.needs import Needs
 from dllm_jax.strategies.core.resolve import load_strategy
 

@@ -60,12 +60,12 @@ class LeadingDevice:
         self._device.reset()
 
     def compile(self, call: Call, slots: Sequence[int]) -> None:  # noqa: D102
-        call = self._device.ready(call)
+        call = dataclasses.replace(call, args=self._device.args_of(call))
         self._leader.send(*_message("compile", call))
         self._device.compile(call, slots)
 
     def run(self, call: Call) -> Any:  # noqa: D102
-        call = self._device.ready(call)
+        call = dataclasses.replace(call, args=self._device.args_of(call))
         self._leader.send(*_message("call", call))
         return self._device.run(call)
 

@@ -344,7 +344,8 @@ class Engine:
         for sequence in decoding:
             if sequence.stage != DECODE and sequence.saved is not None:  # preempted
                 sequence.saved[0].hold()  # the device need not, for as long as it waits
-        sized = groups(scheduler, scheduler.decoding(), steps, self.runner.cost)
+        decoding = [sequence for sequence in decoding if sequence.stage == DECODE]
+        sized = groups(scheduler, decoding, steps, self.runner.cost)
         return [self._decode_group(*group) for group in sized]
 
     def _decode_group(self, group: list[Sequence], columns: int, steps: int) -> Chunk:

@@ -160,7 +160,9 @@ class SharedEngine(Engine):
             finally:
                 self._is_stepping = False
                 self._abort_dropped()
-        if not self._has_warned and (message := draft_warning(self.drafted)):
+        if self._has_warned or self.drafted is None:
+            return
+        if message := draft_warning(self.drafted):
             self._has_warned = True
             warnings.warn(message, stacklevel=1 + _depth())
 

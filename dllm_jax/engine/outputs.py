@@ -11,13 +11,13 @@ WARN_ROUNDS = 64  # rounds with a draft before the warning
 WARN_LENGTH = 1.15  # tokens a round; the target's own token is 1
 
 
-def draft_warning(drafted: DraftMetrics | None) -> str | None:
+def draft_warning(drafted: DraftMetrics) -> str | None:
     """A warning about drafts that are hardly ever accepted, after `WARN_ROUNDS` rounds.
 
     Limits and stop ids that cut rounds short do not count against the draft.
     """
-    rounds = 0 if drafted is None else drafted.proposed[0]  # with room for a draft
-    if drafted is None or rounds < WARN_ROUNDS:
+    rounds = drafted.proposed[0]  # with room for a draft
+    if rounds < WARN_ROUNDS:
         return None
     shares = [share for share in drafted.accepted_per_position if not math.isnan(share)]
     length = 1.0 + sum(shares)

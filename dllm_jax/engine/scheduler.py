@@ -302,7 +302,8 @@ class Scheduler:
 
     def slot_bucket(self, count: int) -> int:
         """The smallest compiled bucket of at least `count` slots."""
-        return next(size for size in self.layout.slot_buckets if size >= count)
+        buckets = self.layout.slot_buckets
+        return buckets[bisect.bisect_left(buckets, count)]
 
     def page_bucket(self, positions: int) -> int:
         """The smallest compiled page table that covers `positions`."""

@@ -122,15 +122,6 @@ class LayerParams(TypedDict):
     w_down: Float[Array, "F D"]
 
 
-class Params(TypedDict):
-    """All weights; `lm_head` is absent if the embedding is tied."""
-
-    embed: Float[Array, "V D"]
-    lm_head: NotRequired[Float[Array, "V D"]]
-    final_norm: Float[Array, " D"]
-    layers: list[LayerParams]
-
-
 def param_shapes(cfg: DenseConfig, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
     """Shapes of every weight, used by initialisation, conversion, sharding and restore."""
     return decoder_shapes(cfg, dtype, [mlp_shapes(cfg, dtype)] * cfg.num_layers)

@@ -15,7 +15,8 @@ from dllm_jax.kernels.expert_ffn.fp8 import Fp8Experts, quantize_experts
 from dllm_jax.kernels.layer.fp8 import LINE, Fp8Matrix, quantize_matrix
 from dllm_jax.kernels.token_readout.head import Fp8Head, quantize_head
 from dllm_jax.models.dflash import DFlashConfig
-from dllm_jax.models.sharding import Split, split_axis
+from dllm_jax.models.sharding import Split
+from dllm_jax.models.split_axes import split_axis
 
 Quantization = Literal["fp8", "none"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("fp8", "none")

@@ -34,6 +34,7 @@ from dllm_jax.strategies.core.state import (
     Sampling,
 )
 
+SETTINGS = ("sampling", "limits", "knobs", "keys")  # leaves of a state that no step changes
 PREFILL_CHUNK = 512  # prompt tokens of one prefill pass, rounded up to whole blocks
 
 
@@ -85,7 +86,8 @@ def new_state(
     tail = driver.prompt_tail(strategy.needs, batch.prompt, batch.prompt_len, K, S)
     kept = boundary_size(strategy, model)
     buffer = driver.admit_window(strategy.needs, tail, batch.prompt_len, batch.limit, K, S)
-    slots = new_slots(strategy, spec, kept, batch, buffer, max_output)
+    settings = {name: getattr(batch, name) for name in SETTINGS}
+    slots = new_slots(strategy, spec, kept, settings, buffer, max_output)
     return slots.replace(
         rows=jnp.zeros((spec.num_slots, K * S, kept), spec.dtype),
         page_table=page_table,
@@ -97,7 +99,7 @@ def new_slots(
     strategy: Any,
     spec: SlotSpec,
     kept: int,
-    batch: Any,
+    settings: Mapping[str, Any],
     buffer: BlockBuffer,
     max_output: int,
 ) -> DecodeState:
@@ -105,18 +107,15 @@ def new_slots(
 
     Args:
         kept: Width of the boundary row (`boundary_size`).
-        batch: `sampling`, `limits`, `knobs` and `keys`, as of `Batch`.
+        settings: `SETTINGS` by name.
         buffer: Their windows.
     """
     B = spec.num_slots
     return DecodeState(
+        **settings,
         buffer=buffer,
-        sampling=batch.sampling,
-        limits=batch.limits,
         finish=jnp.full((B,), RUNNING, jnp.int32),
         carry=driver.broadcast_carry(strategy.init(spec), B, spec.num_blocks, spec.block_size),
-        knobs=batch.knobs,
-        keys=batch.keys,
         boundary=jnp.zeros((B, kept), spec.dtype),
         rows=None,  # type: ignore[arg-type]
         page_table=None,  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ All grammars of a bucket have one shape, so that another one compiles nothing.
 
 import dataclasses
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,35 +17,6 @@ from dllm_jax.strategies.core.constraint import DEAD, FREE, NO_CLASS, NO_LABEL, 
 WIDE = 256  # a class with more ids is read by masked maxima
 _MANY = 8  # of `ID_STEP` neighbouring ids: with more narrow ones, all of them are narrow
 _ROW = 8  # ids of a class, or classes of a label, side by side
-
-
-class Automaton(Protocol):
-    """A closed automaton over classes of tokens; state 0 is dead and class 0 never taken."""
-
-    @property
-    def class_of(self) -> np.ndarray:
-        """Class of each id."""
-        ...
-
-    @property
-    def delta(self) -> np.ndarray:
-        """Next state by state and class."""
-        ...
-
-    @property
-    def start(self) -> int:
-        """First state."""
-        ...
-
-    @property
-    def end(self) -> int:
-        """The state after a stop id, which every class leads back to."""
-        ...
-
-    @property
-    def distance(self) -> np.ndarray:
-        """Fewest tokens from a state to one in which the text may end."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -74,8 +45,7 @@ class Ready:
     """An automaton that fits the device: what the host walks, and its arrays there.
 
     Attributes:
-        arrays: Unpadded, without a slot axis.
-        notes: As of `structured.TokenAutomaton`.
+        arrays: Unpadded, without a slot axis; the others are those of a `TokenAutomaton`.
     """
 
     class_of: np.ndarray
@@ -96,8 +66,11 @@ BUCKETS = (
 USUAL = BUCKETS[1]  # what is compiled before the first request: few JSON schemas fit the first
 
 
-def ready(automaton: Automaton, num_ids: int) -> Ready:
+def ready(automaton: Any, num_ids: int) -> Ready:
     """An automaton for an engine whose model has `num_ids` ids.
+
+    Args:
+        automaton: A `structured.TokenAutomaton`.
 
     Raises:
         ValueError: No bucket holds it.

@@ -79,7 +79,7 @@ class Call:
     sizes: Sizes | None = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    @property
+    @functools.cached_property
     def name(self) -> tuple[str, ...]:
         """The key in words, as another process receives it."""
         return tuple(map(str, self.key))
@@ -134,15 +134,6 @@ def _at_rest(state: DecodeState) -> DecodeState:
     return state.replace(keys=jax.random.key_data(state.keys))
 
 
-class _Request(struct.PyTreeNode):
-    """The constants of a request while it runs, one row."""
-
-    sampling: Sampling
-    limits: Limits
-    knobs: dict[str, Array]
-    keys: Array
-
-
 def _given(programs: Programs, ints: Int[Array, " X"]) -> Int[Array, "1 W"] | None:
     """Ids by cell of the window that the request brings after its prompt, -1 elsewhere."""
     if not programs.strategy.needs.takes_given:
@@ -152,7 +143,8 @@ def _given(programs: Programs, ints: Int[Array, " X"]) -> Int[Array, "1 W"] | No
 
 def _request(
     programs: Programs, ints: Int[Array, " X"], floats: Float[Array, " Y"], knobs: tuple[str, ...]
-) -> _Request:
+) -> dict[str, Any]:
+    """What stays the same while a request runs, one row: leaves of `DecodeState`."""
     given = _given(programs, ints)
     if programs.strategy.needs.starts_filled:
         given = None  # nothing is written over, and no stop id is given
@@ -160,23 +152,23 @@ def _request(
     numbers = packing.float_fields(len(knobs))
     seed = jax.lax.bitcast_convert_type(ints[words.at["seed"]], jnp.uint32)
     key = jax.random.fold_in(jax.random.key(seed), ints[words.at["fold"]])
-    return _Request(
-        sampling=Sampling(
+    return {
+        "sampling": Sampling(
             **{
                 name: floats[numbers.span[name]] if name in numbers.at else ints[words.span[name]]
                 for name in SamplingNumbers._fields
             }
         ),
-        limits=Limits(
+        "limits": Limits(
             stop_ids=ints[words.span["stop_ids"]][None],
             max_nfe=ints[words.span["max_nfe"]],
             max_run=ints[words.span["max_run"]],
             given=None if given is None else given >= 0,
             given_behind=programs.strategy.needs.pins,
         ),
-        knobs={name: floats[numbers.at["knobs"] + i][None] for i, name in enumerate(knobs)},
-        keys=key[None],
-    )
+        "knobs": {name: floats[numbers.at["knobs"] + i][None] for i, name in enumerate(knobs)},
+        "keys": key[None],
+    }
 
 
 def _fresh(
@@ -310,14 +302,8 @@ def _restore(programs, state, slot, ints, floats, saved, output, knobs, slot_lay
     # Recomputing its prefix may have met a value that is not finite.
     finish = jnp.where(old.finish == ERROR, ERROR, slot_leaves["finish"])
     request = _request(programs, ints, floats, knobs)
-    new = old.replace(
-        **{**slot_leaves, "finish": finish, "carry": carry},
-        sampling=request.sampling,
-        limits=request.limits,
-        knobs=request.knobs,
-        keys=request.keys,
-        output=output[None],
-    )
+    own = slot_leaves | request | {"finish": finish, "carry": carry}
+    new = old.replace(**own, output=output[None])
     return _put_rows(state, slot[None], new), None
 
 
@@ -453,9 +439,9 @@ def _decode(programs, state, given, bound: Any = None, **sizes):
         grammars = grammars.replace(at=grammars.at.at[rows].set(at))
         bucket = bucket.replace(constraint=None)
     # A request's settings do not change: they need not be written back.
-    same = state.replace(pools=None, sampling=None, limits=None, knobs=None, keys=None)
-    put = _put_rows(same, rows, bucket.replace(sampling=None, limits=None, knobs=None, keys=None))
-    kept = {name: getattr(state, name) for name in ("sampling", "limits", "knobs", "keys")}
+    kept = {name: getattr(state, name) for name in decoding.SETTINGS}
+    none = dict.fromkeys(kept)
+    put = _put_rows(state.replace(pools=None, **none), rows, bucket.replace(**none))
     return put.replace(**kept, constraint=grammars), (packed, far)
 
 

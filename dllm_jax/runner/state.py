@@ -133,8 +133,8 @@ class DeviceState:
             leaf.delete()
         self.state = None
 
-    def ready(self, call: Call) -> Call:
-        """A call with computed arguments.
+    def args_of(self, call: Call) -> tuple[Any, ...]:
+        """The computed arguments of a call.
 
         Raises:
             DeviceFailure: There is no state, or another failure that took it.
@@ -145,11 +145,11 @@ class DeviceState:
         if self._split is not None:
             # Arrays of the host and arrays of the devices would be two programs.
             args = self._split.everywhere(args)
-        return dataclasses.replace(call, args=tuple(args))
+        return tuple(args)
 
     def compile(self, call: Call, slots: Sequence[int]) -> None:
         """Compile a program that requests in these slots wait for."""
-        call = self.ready(call)
+        call = dataclasses.replace(call, args=self.args_of(call))
         began = time.perf_counter()
         try:
             self.compile_program(call)
@@ -162,14 +162,13 @@ class DeviceState:
 
     def run(self, call: Call) -> Any:
         """Run a compiled program; the state that it returns replaces the donated one."""
-        call = self.ready(call)
-        state = self.state
+        args, state = self.args_of(call), self.state
         assert state is not None
         if call.sizes is not None:
             state = state.replace(constraint=self._grammars)
         self.state = None
         try:
-            new, rest = self._launch(call, _taken(call, state))
+            new, rest = self._launch(call, args, _taken(call, state))
             if new.pools is None:
                 new = new.replace(pools=state.pools)
             if call.sizes is not None:
@@ -184,11 +183,13 @@ class DeviceState:
             raise
         return rest
 
-    def _launch(self, call: Call, part: DecodeState) -> tuple[DecodeState, Any]:
+    def _launch(
+        self, call: Call, args: tuple[Any, ...], part: DecodeState
+    ) -> tuple[DecodeState, Any]:
         own = call.programs is self._programs
         slots, tree = jax.tree.flatten(part)
         weights = self._leaves if own else jax.tree.leaves(call.programs)
-        new, rest = self.compiled[call.name](weights, slots, *call.args)
+        new, rest = self.compiled[call.name](weights, slots, *args)
         return jax.tree.unflatten(tree, new), rest
 
     def bind(self, slot: int, sizes: grammars.Sizes, row: Sequence[np.ndarray], at: int) -> None:

@@ -95,9 +95,11 @@ def _end_workers() -> None:
 
 def _is_ready(result: Any) -> bool:
     """Whether what a program returned has been computed."""
-    # Any: the stubs of JAX lack `is_ready`.
-    arrays: list[Any] = [one for one in jax.tree.leaves(result) if isinstance(one, jax.Array)]
-    return all(array.is_deleted() or array.is_ready() for array in arrays)
+    array: Any  # the stubs of JAX lack `is_ready`
+    for array in jax.tree.leaves(result):
+        if isinstance(array, jax.Array) and not (array.is_deleted() or array.is_ready()):
+            return False
+    return True
 
 
 def _work(tasks: queue.SimpleQueue) -> None:

@@ -33,7 +33,8 @@ from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
 from dllm_jax.models.quantization import is_quantized
-from dllm_jax.models.sharding import AXES, as_split, fitted, over_devices
+from dllm_jax.models.sharding import as_split, over_devices
+from dllm_jax.models.split_axes import AXES, fitted
 from dllm_jax.runner.estimate import estimate_choices
 from dllm_jax.runner.forward import ModelForward
 from tests.contract import models as toys

@@ -227,19 +227,19 @@ class Failing:
         self.calls = self.failed = 0
         self.lost = []  # leaves of the states it failed with
 
-    def launch(self, device, one, part):
+    def launch(self, device, one, args, part):
         """As `DeviceState._launch`."""
         if one.program is not self._program:
-            return LAUNCH(device, one, part)
+            return LAUNCH(device, one, args, part)
         call, self.calls = self.calls, self.calls + 1
         if call not in self._at:
-            return LAUNCH(device, one, part)
+            return LAUNCH(device, one, args, part)
         self.failed += 1
         self.lost += jax.tree.leaves(part)
         error = jax.errors.JaxRuntimeError(self._message)
         if self._when == "before":
             raise error
-        state, rest = LAUNCH(device, one, part)
+        state, rest = LAUNCH(device, one, args, part)
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(part.pools))
         if self._when == "after":
             raise error
@@ -352,10 +352,10 @@ def test_an_error_of_the_code_is_told_as_it_is():
     """Raised in `prefill`, which nobody waits for; what stands behind it says the same."""
     engine = make_engine("multi_bd")
 
-    def wrong(device, one, part):
+    def wrong(device, one, args, part):
         if one.program is programs.prefill:
             raise TypeError("no such leaf")
-        return LAUNCH(device, one, part)
+        return LAUNCH(device, one, args, part)
 
     for request in case("multi_bd").requests:
         engine.add(wish(request))

@@ -108,7 +108,6 @@ def test_a_draft_that_is_rarely_right_is_warned_of():
     # Nine in ten rounds had no room for a draft: what was judged was right.
     assert draft_warning(rounds(1000, 80, proposed=100)) is None
     assert draft_warning(DraftMetrics((100, 0), (0,), (0,))) is None
-    assert draft_warning(None) is None
 
 
 def test_the_warning_comes_once():
