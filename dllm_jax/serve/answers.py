@@ -6,7 +6,7 @@ Nothing here waits or sends.
 import functools
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dllm_jax.serve.logs import random_id
@@ -75,7 +75,7 @@ class Form:
         choice = {"index": delta.choice, **content, "logprobs": None, "finish_reason": finish}
         if finish is not None:
             choice["stop_reason"] = stop
-        return self._chunk | {"choices": [choice]} | _notes([delta.usage] if delta.usage else [])
+        return self._chunk | {"choices": [choice]} | notes_of([delta.usage] if delta.usage else [])
 
     def frame(self, choice: int, seq: int, changes: dict[str, Any]) -> dict[str, Any]:
         """A denoise frame."""
@@ -103,7 +103,7 @@ class Form:
             "choices": choices,
             "usage": self.usage(num_tokens, usages),
             "metrics": metrics(num_tokens, usages),
-            **_notes(usages),
+            **notes_of(usages),
         }
 
     def usage(self, num_tokens: int, usages: Sequence[Usage] = ()) -> dict[str, Any]:
@@ -118,10 +118,14 @@ class Form:
         return counts
 
 
-def _notes(usages: Sequence[Usage]) -> dict[str, Any]:
-    """What is said of the request's constraint, where something is."""
+def notes_of(usages: Sequence[Usage], body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What is said of the request's constraint, where something is.
+
+    Args:
+        body: An answer whose `dllm` it joins.
+    """
     notes = usages[0].notes if usages else []
-    return {"dllm": {"notes": notes}} if notes else {}
+    return {"dllm": {**(body or {}).get("dllm", {}), "notes": notes}} if notes else {}
 
 
 def metrics(num_tokens: int, usages: Sequence[Usage]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from dllm_jax.serve import generating, wire
-from dllm_jax.serve.answers import ending
+from dllm_jax.serve.answers import ending, notes_of
 from dllm_jax.serve.exchange import Call, Json
 from dllm_jax.serve.logs import random_id
 from dllm_jax.serve.pipe import Delta, Usage, total
@@ -353,7 +353,8 @@ class MessagesForm:
             call = {"id": f"toolu_{random_id()[:24]}", "name": name, "input": json.loads(said)}
             blocks.append({"type": "tool_use", **call})
         usage = self._usage(delta.num_tokens, usages)
-        return self._message | _ends(delta, len(calls)) | {"content": blocks, "usage": usage}
+        ends = notes_of(usages, self._message) | _ends(delta, len(calls))
+        return self._message | ends | {"content": blocks, "usage": usage}
 
     def _usage(self, num_tokens: int, usages: Sequence[Usage]) -> dict[str, int]:
         cached = total(usages).cached_tokens if usages else 0

@@ -49,6 +49,7 @@ def _entry(service: Service) -> dict[str, Any]:
             "window": facts.window,
             "thresholds": thresholds,
             "chat": text.chats,
+            "tools": text.form.name,
             "infill": facts.infill,
             **(_KNOWS if facts.source.startswith("builtin:") else {}),
         },

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dllm_jax.serve import generating, wire
-from dllm_jax.serve.answers import ending
+from dllm_jax.serve.answers import ending, notes_of
 from dllm_jax.serve.exchange import Call
 from dllm_jax.serve.logs import random_id
 from dllm_jax.serve.pipe import Delta, Usage, total
@@ -391,7 +391,8 @@ class ResponsesForm:
             "output_tokens_details": {"reasoning_tokens": self.texts.thought_tokens},
             "total_tokens": self._num_prompt_tokens + num_tokens,
         }
-        return self._response | self._ends | {"output": self._items, "usage": usage}
+        ends = notes_of(usages, self._response) | self._ends
+        return self._response | ends | {"output": self._items, "usage": usage}
 
 
 def _message() -> dict[str, Any]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from dllm_jax.serve.answers import Form, ending, metrics
+from dllm_jax.serve.answers import Form, ending, metrics, notes_of
 from dllm_jax.serve.logs import random_id
 from dllm_jax.serve.pipe import Delta, Usage
 from dllm_jax.serve.refusals import Refusal, error_object
@@ -134,7 +134,7 @@ class ChatForm(Form):
             finish = "tool_calls"
         chunk = self._of(delta.choice, {}, finish)
         chunk["choices"][0]["stop_reason"] = stop
-        yield event(chunk)
+        yield event(chunk | notes_of([delta.usage] if delta.usage else []))
 
     def closed(self, num_tokens: int, usages: Sequence[Usage], has_usage: bool) -> bytes:
         """The end of the stream."""
@@ -172,6 +172,7 @@ class ChatForm(Form):
             "choices": choices,
             "usage": self.usage(num_tokens, usages),
             "metrics": metrics(num_tokens, usages),
+            **notes_of(usages),
         }
 
 

@@ -21,6 +21,12 @@ from dllm_jax.serve.pipe import Counts, Facts, Launch
 from dllm_jax.structured import Tools
 
 FOLDER = Path(__file__).resolve().parents[2] / "dllm_jax" / "builtin" / "tiny-sdar"
+# A template of a model that thinks, for `chat_template` in the settings.
+THINKS = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|assistant|> ' + m['content'] | "
+    "trim + '<|eos|>' }}{% else %}{{ '<|user|>' + m['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}{# <think></think> #}"
+)
 STEP_S = 0.004
 A_STEP = 4  # words a step
 # Seeds that ask for something else than words.

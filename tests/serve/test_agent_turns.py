@@ -142,6 +142,13 @@ def test_responses(seed):
 
 
 @pytest.mark.parametrize("name", FORMS)
+def test_notes_on_schemas_are_in_the_answer(name):
+    form, usage = FORMS[name](), msgspec.structs.replace(USAGE, notes=["tools[0]: a note"])
+    said = form.whole([Delta(1, 0, "", 3, finish="stop", ids=[*TEXT.encode()])], [usage])
+    assert said["dllm"]["notes"] == ["tools[0]: a note"]
+
+
+@pytest.mark.parametrize("name", FORMS)
 def test_a_call_that_is_cut_is_not_delivered(name):
     cut = TEXT[: TEXT.index("</tool_call>") - 4]
     said, events = whole(FORMS[name](), cut, "length"), streamed(FORMS[name](), cut, "length")

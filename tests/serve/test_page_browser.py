@@ -309,3 +309,47 @@ def test_thresholds_go_with_the_message(tab, server):
     ask(tab, until="document.querySelectorAll('.answer').length === 2 && !live")
     assert "strategy_overrides" not in tab.run("picked.run.lanes[0].body")
     assert tab.run("picked.run.lanes[0].body.messages.length") == 3
+
+
+def _call(name, **arguments):
+    said = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{said}\n</tool_call>"
+
+
+def test_tools_are_offered_and_their_results_sent(tab, tmp_path):
+    """Each call is a card, thoughts are folded, and the next turn has calls and results."""
+    calls = _call("get_weather", city=MARKUP, days=2) + "\n" + _call("add", a=1, b=2)
+    replies = [f"<think>\nhm\n</think>\n\nI look.\n{calls}", "21 degrees.", "Yes."]
+    folder = tmp_path / "server"
+    folder.mkdir()
+    with scripted(folder, settings={"replies": replies, "chat_template": script.THINKS}) as server:
+        visit(tab, server)
+        for label in ("Weather", "Sum"):
+            tab.run(f"[...samples.children].find(b => b.textContent === '{label}').click()")
+        choices = tab.run("[...choice.options].map(o => o.textContent)")
+        assert choices == ["auto", "required", "none", "only get_weather", "only add"]
+        ask(tab, most=400, until="!live && document.querySelector('.results')")
+        tab.run("picked.finish()")
+        cards = tab.run("[...document.querySelectorAll('.call')].map(c => c.innerText)")
+        assert [card.split("\n")[0] for card in cards] == ["get_weather", "add"]
+        assert MARKUP in cards[0]
+        assert all("held to its schema" in card for card in cards)
+        assert words(tab) == "I look."
+        assert not tab.run("document.querySelector('.thoughts').open")
+        assert re.fullmatch(
+            r"Thoughts · \d+ tokens",
+            tab.run("document.querySelector('.thoughts summary').innerText"),
+        )
+        tab.run("document.querySelectorAll('.results textarea')[0].value = '21'")
+        tab.run("document.querySelector('.results .main').click()")
+        tab.wait("!live && turns.length === 5")
+        roles = tab.run("turns.map(turn => turn.role)")
+        assert roles == ["user", "assistant", "tool", "tool", "assistant"]
+        assert tab.run("turns[1].tool_calls.map(c => c.id)") == tab.run(
+            "turns.slice(2, 4).map(t => t.tool_call_id)"
+        )
+        assert tab.run("turns.at(-1).content") == "21 degrees."
+        tab.run("tools.value = '[{}]'")
+        tab.run("showChoices()")
+        assert not tab.run("tools.checkValidity()")
+        assert tab.problems == []

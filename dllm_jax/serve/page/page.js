@@ -9,7 +9,12 @@ const NAMES = {
 };
 const ONE_A_FORWARD = { accept_threshold: 1 }; // nothing is above it: the surest token alone
 const HEALTH_MS = 1000, READY_HEALTH_MS = 15000, SEED_RANGE = 2 ** 31;
-let model = null, key = "", turns = [], live = null, picked = null, theme = null, unsaid = "";
+const SAMPLES = { // tools that the built-in model has room for
+  Weather: ["get_weather", "Weather of a place", { city: { type: "string", enum: ["Oslo", "Bergen", "Rome"] }, days: { type: "integer", minimum: 1, maximum: 7 } }, ["city"]],
+  Sum: ["add", "Adds two whole numbers", { a: { type: "integer" }, b: { type: "integer" } }, ["a", "b"]],
+  Note: ["save_note", "Keeps a note", { text: { type: "string", maxLength: 40 }, tags: { type: "array", items: { enum: ["home", "work"] }, maxItems: 2 } }, ["text"]],
+};
+let model = null, key = "", turns = [], pending = null, live = null, picked = null, theme = null, unsaid = "";
 
 // --- the server ----------------------------------------------------------------------------------
 
@@ -89,7 +94,7 @@ async function loadModel() {
   const answer = await call("v1/models");
   if (!answer.ok) return;
   [model] = (await answer.json()).data;
-  const { strategy, block_size, window, chat, infill, thresholds, about, examples } = model.dllm;
+  const { strategy, block_size, window, chat, tools, infill, thresholds, about, examples } = model.dllm;
   byId("about").textContent = about || "";
   byId("examples").replaceChildren(...(chat && examples || []).map(makeExample));
   byId("model").textContent = `${model.id} · ${strategy} · block ${block_size} × ${Math.max(1, Math.round(window / block_size))}`;
@@ -99,6 +104,7 @@ async function loadModel() {
   chatKind.disabled = !chat;
   (chat ? chatKind : completionKind).checked = true;
   byId("behind").dataset.infill = infill ? "yes" : "";
+  byId("offer").hidden = !tools;
   byId("beside").disabled = !("accept_threshold" in thresholds);
   byId("thresholds").replaceChildren(...Object.entries(thresholds).map(makeThreshold));
   showMode();
@@ -130,6 +136,58 @@ function makeThreshold([name, { value, low, high }]) {
   return make("div", { className: "threshold" }, make("label", { title: name }, NAMES[name] || name.replaceAll("_", " "), slider), exact);
 }
 
+// --- tools ---------------------------------------------------------------------------------------
+
+// What the field offers, as the route reads it; null where it is no list of tools.
+function offeredTools() {
+  const box = byId("tools");
+  let found = [];
+  try {
+    found = box.value.trim() ? [JSON.parse(box.value)].flat().map((one) => (one.function ? one : { type: "function", function: one })) : [];
+    if (found.some((one) => !one.function.name)) throw new Error("a tool has no name");
+    box.setCustomValidity("");
+  } catch (error) {
+    box.setCustomValidity(`This is no list of tools: ${error.message}`);
+    return null;
+  }
+  return found;
+}
+
+function showChoices() {
+  const names = (offeredTools() || []).map((one) => one.function.name), was = byId("choice").value;
+  const options = ["auto", "required", "none", ...names.map((name) => `only ${name}`)];
+  byId("choice").replaceChildren(...options.map((one) => make("option", {}, one)));
+  byId("choice").value = options.includes(was) ? was : "auto";
+}
+
+function makeSample([label, [name, description, properties, required]]) {
+  const button = make("button", { type: "button" }, label);
+  button.addEventListener("click", () => {
+    const others = (offeredTools() || []).filter((one) => one.function.name !== name);
+    const own = { type: "function", function: { name, description, parameters: { type: "object", properties, required } } };
+    byId("tools").value = JSON.stringify([...others, own], null, 1);
+    showChoices();
+  });
+  return button;
+}
+
+function toolFields() {
+  const tools = isChat() && !byId("offer").hidden ? offeredTools() : [];
+  if (!tools?.length) return {};
+  const choice = byId("choice").value, name = choice.startsWith("only ") && choice.slice(5);
+  return { tools, tool_choice: name ? { type: "function", function: { name } } : choice };
+}
+
+// A box for the result of each call; the next message takes them with it.
+function askResults(answer, calls) {
+  const boxes = calls.map(() => make("textarea", { rows: 2 }));
+  const labels = calls.map((call, i) => make("label", {}, `Result of ${call.name} `, boxes[i]));
+  const form = make("form", { className: "results" }, ...labels, make("div", { className: "row" }, make("button", { className: "main" }, calls.length > 1 ? "Send results" : "Send result")));
+  form.addEventListener("submit", (event) => { event.preventDefault(); send(true); });
+  pending = { form, turns: () => calls.map((call, i) => ({ role: "tool", tool_call_id: call.id, content: boxes[i].value })) };
+  answer.box.append(form);
+}
+
 const isChat = () => settings.elements.mode.value === "chat";
 
 function showMode() {
@@ -139,7 +197,7 @@ function showMode() {
 
 // The fields of the request beside its text; null where a setting is out of its range.
 function fields() {
-  const wrong = Array.from(settings.querySelectorAll("input")).find((input) => !input.checkValidity());
+  const wrong = Array.from(settings.querySelectorAll("input, textarea")).find((input) => !input.checkValidity());
   if (wrong) {
     if (!byId("more").checkVisibility() || side.classList.contains("open")) wrong.reportValidity();
     else openSide(true, wrong);
@@ -150,20 +208,22 @@ function fields() {
   const changed = {};
   for (const input of byId("thresholds").querySelectorAll("input[type=number]"))
     if (input.value !== "" && Number(input.value) !== model.dllm.thresholds[input.name].value) changed[input.name] = Number(input.value);
-  return { ...told, ...(Object.keys(changed).length && { strategy_overrides: changed }) };
+  return { ...told, ...(Object.keys(changed).length && { strategy_overrides: changed }), ...toolFields() };
 }
 
 // --- a message -----------------------------------------------------------------------------------
 
-async function send() {
+async function send(hasResults = false) {
   const content = prompt.value;
-  if (live || !content.trim()) return;
+  if (live || !(content.trim() || hasResults)) return;
   if (!model) return note("The engine is not ready yet; the line above tells how far it is.");
   const told = fields();
   if (!told) return;
   note("");
   if (picked) picked.finish();
-  const run = makeRun(content, told);
+  const run = makeRun(content, told, pending ? pending.turns() : []);
+  if (pending) pending.form.remove();
+  pending = null;
   const answer = new Answer(run, {
     onPick: pick, onDraw: follow, actions: [["Save as page", saveRun], ["Copy curl", copyCurl]],
   });
@@ -183,7 +243,13 @@ async function send() {
   say("", true);
   setLive(null);
   if (isSame(answer)) drawFigures(byId("figures"), main);
-  if (run.kind === "chat" && main.text) turns = [...run.turns, { role: "assistant", content: main.text }];
+  const calls = wholeCalls(main).map(({ id, name, text }) => ({ id, type: "function", function: { name, arguments: text } }));
+  if (run.kind === "chat" && (main.text || calls.length)) {
+    const own = { ...(calls.length && { tool_calls: calls }), ...(main.thoughts && { reasoning_content: main.thoughts }) };
+    turns = [...run.turns, { role: "assistant", content: main.text, ...own }];
+    if (calls.length) askResults(answer, wholeCalls(main));
+    follow(answer);
+  }
   if (!main.text && main.error && !prompt.value) {
     prompt.value = content;
     grow();
@@ -191,10 +257,10 @@ async function send() {
   }
 }
 
-function makeRun(content, told) {
+function makeRun(content, told, results) {
   const kind = isChat() ? "chat" : "completion", { strategy, block_size, window } = model.dllm;
   const suffix = byId("behind").hidden ? "" : byId("suffix").value;
-  const asked = kind === "chat" ? [...turns, { role: "user", content }]
+  const asked = kind === "chat" ? [...turns, ...results, ...(content.trim() ? [{ role: "user", content }] : [])]
     : [{ role: "prompt", content }, ...(suffix ? [{ role: "suffix", content: suffix }] : [])];
   const what = kind === "chat" ? { messages: asked } : { prompt: content, ...(suffix && { suffix }) };
   const body = { model: model.id, ...what, ...told, stream: true, stream_mode: "denoise", stream_options: { include_usage: true } };
@@ -226,9 +292,10 @@ async function ask(lane, run, answer, signal) {
     }
     for await (const event of eventsOf(response)) {
       if (event.error) throw new Error(`The server failed: ${event.error.message}.`);
-      const before = lane.text.length;
+      const before = lane.text.length, numCalls = lane.calls.length;
       hear(lane, event);
       if (lane === run.lanes.at(-1)) say(lane.text.slice(before));
+      if (lane === run.lanes.at(-1) && lane.calls.length > numCalls) say(`The model calls ${lane.calls.at(-1).name}.`, true);
       answer.grow();
     }
   } catch (error) {
@@ -359,12 +426,15 @@ function start() {
   });
   byId("ask").addEventListener("submit", (event) => { event.preventDefault(); if (live) stop(); else send(); });
   settings.addEventListener("submit", (event) => event.preventDefault());
+  byId("samples").append(...Object.entries(SAMPLES).map(makeSample));
+  byId("tools").addEventListener("input", showChoices);
+  showChoices();
   byId("mode").addEventListener("change", showMode);
   byId("usual").addEventListener("click", () => { byId("temperature").value = byId("seed").value = ""; });
   byId("new").addEventListener("click", () => {
     stop();
     turns = [];
-    picked = null;
+    picked = pending = null;
     for (const box of talk.querySelectorAll("article")) box.remove();
     byId("empty").hidden = false;
     byId("figures").replaceChildren();

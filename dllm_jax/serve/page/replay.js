@@ -21,29 +21,35 @@ function make(tag, told = {}, ...children) {
 // A step is what stood after a forward: `chars` of the text are settled, and behind `at` settled tokens
 // is a window of `size` cells, of which `set` and `clear` changed. `isKnown`: the server told `nfe`.
 const newLane = (name, body) => ({
-  name, body, text: "", isDone: false, isStopped: false,
-  steps: [{ nfe: 0, isKnown: true, at: 0, size: 0, chars: 0, set: [], clear: [] }],
+  name, body, text: "", thoughts: "", calls: [], isDone: false, isStopped: false,
+  steps: [{ nfe: 0, isKnown: true, at: 0, size: 0, chars: 0, thoughts: 0, calls: [], set: [], clear: [] }],
 });
+
+// How much of a lane has settled.
+const extent = ({ text, thoughts, calls }) => ({ chars: text.length, thoughts: thoughts.length, calls: calls.map((call) => call.text.length) });
 
 function hear(lane, event) {
   const last = lane.steps.at(-1);
   for (const choice of event.choices || []) {
-    const piece = choice.delta ? choice.delta.content || choice.delta.reasoning_content : choice.text;
-    if (piece) {
-      lane.text += piece;
-      if (last.isKnown) lane.steps.push({ nfe: last.nfe + 1, isKnown: false, at: last.at, size: last.size, chars: 0, set: [], clear: [] });
-      lane.steps.at(-1).chars = lane.text.length;
+    const { content, reasoning_content: thought, tool_calls: calls } = choice.delta || { content: choice.text };
+    lane.text += content || "";
+    lane.thoughts += thought || "";
+    for (const { index, id, function: { name, arguments: piece } } of calls || []) (lane.calls[index] ??= { id, name, text: "" }).text += piece;
+    if (content || thought || calls) {
+      if (last.isKnown) lane.steps.push({ nfe: last.nfe + 1, isKnown: false, at: last.at, size: last.size, set: [], clear: [] });
+      Object.assign(lane.steps.at(-1), extent(lane));
     }
     if (choice.finish_reason) Object.assign(lane, { finish: choice.finish_reason, reason: choice.stop_reason });
   }
   if (event.diffusion) {
     const { nfe, at, size, set, clear } = event.diffusion, open = lane.steps.at(-1);
-    if (open.isKnown && open.nfe < nfe) lane.steps.push({ chars: lane.text.length });
+    if (open.isKnown && open.nfe < nfe) lane.steps.push(extent(lane));
     const step = lane.steps.at(-1);
     step.set = [...(step.set || []), ...set]; // a later entry of one cell wins
     step.clear = [...(step.clear || []), ...clear];
     Object.assign(step, { nfe, at, size, isKnown: true });
   }
+  if (event.dllm) lane.notes = event.dllm.notes;
   if (event.usage) lane.usage = event.usage;
   if (event.metrics) lane.metrics = event.metrics;
 }
@@ -52,7 +58,7 @@ function hear(lane, event) {
 function close(lane) {
   if (lane.isDone) return;
   let last = lane.steps.at(-1);
-  if (last.isKnown) lane.steps.push((last = { nfe: last.nfe + 1, chars: lane.text.length, set: [], clear: [] }));
+  if (last.isKnown) lane.steps.push((last = { nfe: last.nfe + 1, ...extent(lane), set: [], clear: [] }));
   const nfe = lane.metrics ? lane.metrics.nfe : last.nfe;
   for (const step of lane.steps) step.nfe = Math.min(step.nfe, nfe);
   Object.assign(last, { nfe, isKnown: Boolean(lane.metrics), size: 0 });
@@ -75,8 +81,36 @@ function ending(lane) {
   if (lane.error) return "error";
   if (lane.isStopped) return "stopped";
   if (!lane.finish) return "ended early";
+  if (lane.finish === "tool_calls") return plural(lane.calls.length, "call");
   if (lane.finish === "stop") return lane.reason == null ? "end of text" : "stop string";
   return REASONS[lane.reason] || "limit of tokens";
+}
+
+// --- calls of tools ------------------------------------------------------------------------------
+
+// The arguments of a call; null while they are not whole.
+function argumentsOf(text) {
+  try { return JSON.parse(text); } catch { return null; }
+}
+
+const wholeCalls = (lane) => lane.calls.filter((call) => argumentsOf(call.text));
+
+function callCard(name, text, told) {
+  const given = argumentsOf(text), shown = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+  const rows = Object.entries(given || {}).map(([key, value]) => make("tr", {}, make("th", { scope: "row" }, key), make("td", { dir: "auto" }, shown(value))));
+  return make("section", { className: "call", "aria-label": `Call of ${name}` }, make("h4", {}, name), given ? make("table", {}, ...rows) : make("pre", {}, text), make("p", { className: "note" }, told));
+}
+
+function drawCalls(parts, lane, step) {
+  const count = lane.usage?.completion_tokens_details?.reasoning_tokens;
+  parts.thoughts.hidden = !step.thoughts;
+  parts.thoughts.firstChild.textContent = count ? `Thoughts · ${plural(count, "token")}` : "Thoughts";
+  parts.thoughts.lastChild.textContent = lane.thoughts.slice(0, step.thoughts);
+  const held = lane.notes?.length ? `held to its schema, but for ${lane.notes.join("; ")}` : "held to its schema";
+  parts.calls.replaceChildren(...step.calls.map((size, i) => {
+    const { name, text } = lane.calls[i], said = text.slice(0, size);
+    return callCard(name, said, argumentsOf(said) ? held : lane.isDone && size === text.length ? "cut by the limit: not delivered" : "");
+  }));
 }
 
 // --- figures and legend --------------------------------------------------------------------------
@@ -148,13 +182,14 @@ class Answer {
     const parts = {
       lane,
       name: make("h3", { hidden: this.run.lanes.length < 2 }),
+      thoughts: make("details", { className: "thoughts" }, make("summary"), make("p", { className: "text", dir: "auto" })), calls: make("div"),
       settled: make("span"), fresh: make("span", { className: "fresh" }),
       caption: make("p", { className: "caption" }), cells: make("div", { className: "cells", dir: "auto", "aria-hidden": "true" }),
       note: make("p", { className: "note" }), fault: make("p", { className: "fault", role: "alert", hidden: true }),
     };
     parts.window = make("div", { className: "window" }, parts.caption, parts.cells);
     const text = make("p", { className: "text", dir: "auto" }, parts.settled, parts.fresh);
-    parts.box = make("section", { className: "lane" }, parts.name, text, parts.window, parts.note, parts.fault);
+    parts.box = make("section", { className: "lane" }, parts.name, parts.thoughts, text, parts.calls, parts.window, parts.note, parts.fault);
     return parts;
   }
 
@@ -235,6 +270,7 @@ class Answer {
     const lead = lane.text.startsWith(" ") ? 1 : 0; // many models begin with a space
     parts.settled.textContent = lane.text.slice(lead, from);
     parts.fresh.textContent = lane.text.slice(Math.max(from, lead), step.chars);
+    drawCalls(parts, lane, step);
     const cells = isOver ? [] : cellsAt(lane, index), numOpen = cells.filter((cell) => cell === null).length;
     const changed = new Set(step.set.map(([cell]) => cell));
     parts.window.hidden = !cells.length;
@@ -252,8 +288,9 @@ class Answer {
 
 // --- what was asked ------------------------------------------------------------------------------
 
-const WHO = { user: "You", assistant: "Model", system: "System", prompt: "Prompt", suffix: "Text behind the hole" };
-const turnBox = ({ role, content }) => make("article", { className: `turn ${role}` }, make("h2", { className: "who" }, WHO[role] || role), make("p", { className: "text", dir: "auto" }, content));
+const WHO = { user: "You", assistant: "Model", system: "System", tool: "Result", prompt: "Prompt", suffix: "Text behind the hole" };
+const turnBox = ({ role, content, tool_calls: calls = [] }) => make("article", { className: `turn ${role}` }, make("h2", { className: "who" }, WHO[role] || role),
+  make("p", { className: "text", dir: "auto" }, content || ""), ...calls.map((call) => callCard(call.function.name, call.function.arguments, "")));
 
 // A command that repeats the request of the last lane, seed and all; the answer comes whole.
 function curlOf(run) {
