@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dllm_jax.api.llm import LLM
     from dllm_jax.engine.engine import Engine
     from dllm_jax.engine.layout import EngineConfig
+    from dllm_jax.engine.record import Record, load_records, save_records
     from dllm_jax.engine.requests import (
         CompletionOutput,
         Metrics,
@@ -43,6 +44,7 @@ __all__ = [
     "JsonSchema",
     "Metrics",
     "Model",
+    "Record",
     "Regex",
     "Request",
     "RequestOutput",
@@ -55,8 +57,10 @@ __all__ = [
     "generate",
     "kernels",
     "load",
+    "load_records",
     "record",
     "save",
+    "save_records",
     "strategies",
 ]
 
@@ -73,6 +77,7 @@ _HOMES = {
     "JsonSchema": "structured",
     "Metrics": "engine.requests",
     "Model": "loading.model",
+    "Record": "engine.record",
     "Regex": "structured",
     "Request": "engine.requests",
     "RequestOutput": "engine.requests",
@@ -83,8 +88,10 @@ _HOMES = {
     "Trajectory": "trace.trajectory",
     "generate": "api.generate",
     "load": "loading.load",
+    "load_records": "engine.record",
     "record": "trace.trajectory",
     "save": "loading.save",
+    "save_records": "engine.record",
 }
 _FOLDERS = ("convert", "kernels", "strategies")
 

@@ -20,7 +20,7 @@ OF_LOAD = {
 }
 OF_CONFIG = {
     name: inspect.signature(EngineConfig).parameters[name]
-    for name in ("max_num_batched_tokens", "batch_invariant")
+    for name in ("max_num_batched_tokens", "batch_invariant", "logprobs")
 }
 
 Progress = Callable[[str, int, int], None]

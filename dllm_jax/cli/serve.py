@@ -178,6 +178,12 @@ OF_ENGINE = (  # what the engine process must know
             bool,
         ),
         flag(
+            "--logprobs",
+            "requests may ask for log-probabilities, for which each step reads the head once more "
+            "(docs/logprobs.md)",
+            bool,
+        ),
+        flag(
             "--warm-up-constraints",
             "compile the programs of structured output before the server is ready; else the first "
             "such request waits while a thread compiles them (default: only on an accelerator)",
@@ -606,6 +612,7 @@ def _make_llm(
             memory_utilization=args.memory_utilization or 0.9,
             enable_prefix_caching=not args.no_prefix_caching,
             batch_invariant=args.batch_invariant,
+            logprobs=args.logprobs,
             max_num_batched_tokens=args.max_num_batched_tokens,
         ),
     )

@@ -21,6 +21,7 @@ class ActiveRequest:
     added_s: float
     deadline_s: float | None
     sequences: list[Sequence]
+    layout: EngineLayout
     error: str | None = None
     is_late: bool = False
 
@@ -62,7 +63,7 @@ def accept(
         _check_grammar(request, limit - len(prompt))
     first = layout.prefill_len(len(prompt))
     deadline = None if request.deadline_s is None else now + request.deadline_s
-    active = ActiveRequest(request_id, request, params, now, deadline, [])
+    active = ActiveRequest(request_id, request, params, now, deadline, [], layout)
     placement = Placement(
         tail=tuple(prompt[first : first + layout.window]),
         prompt_len=len(prompt),

@@ -398,6 +398,9 @@ class Engine:
             if moved:
                 # A sequence that started over keeps its tokens; the new ones are the same.
                 sequence.tokens[before:length] = emitted[: length - before]
+                if sequence.owner.params.reads_written:
+                    first = sequence.placement.prompt_len + before
+                    sequence.written[before:length] = fetched.written(i, first, length - before)
             if start > sequence.start:
                 sequence.start = start
                 if sequence.first_s is None:
@@ -470,6 +473,9 @@ class Engine:
         if last is None:
             sequence.owner.error = error or sequence.owner.error
         sequence.finish_reason = last or reason
+        if sequence.owner.params.record and sequence.saved is not None:
+            fetch, row = sequence.saved
+            sequence.tail = fetch.behind_text(row, len(sequence.tokens))
         sequence.drafted, sequence.saved = sequence.draft_metrics(), None
         self.drafted = DraftMetrics.together((self.drafted, sequence.drafted))
         self._counts["generated_tokens"] += sequence.placement.num_written(len(sequence.tokens))

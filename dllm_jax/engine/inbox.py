@@ -272,6 +272,9 @@ class News:
                 window=completion.window,
                 metrics=output.metrics,
                 error=output.error,
+                logprobs=completion.logprobs and completion.logprobs[num_ids:],
+                window_logprobs=completion.window_logprobs,
+                record=completion.record,
             )
             events.append(event)
         return events

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 from dllm_jax.engine import checks
+from dllm_jax.engine.record import Align, align_of
 
 # How the rows of a prefill pass see each other: their block and those before it, tokens up to their
 # own, or every row. Text after a prompt of kind "full" is recomputed as "blocks".
@@ -45,6 +46,8 @@ class EngineConfig:
             however its prompt is cut or found in the prefix cache, and after a preemption, for
             which it starts over (docs/same_tokens.md). On one Hopper GPU in bfloat16, for dense
             networks.
+        logprobs: Requests may ask for `logprobs` and `record`. Each step then reads the head once
+            more; tokens do not change.
     """
 
     max_num_seqs: int = 8
@@ -59,6 +62,7 @@ class EngineConfig:
     page_buckets: tuple[int, ...] | None = None
     prefill_buckets: tuple[int, ...] | None = None
     batch_invariant: bool = False
+    logprobs: bool = False
 
     def __post_init__(self):
         for name, default in _COUNTS.items():
@@ -118,7 +122,9 @@ class EngineLayout:
             cover every slot, every page of a request, and (full modes) every prompt.
         many_rows: Slot buckets from this size on run without command buffers; None: none.
         prompts_a_pass: Prompts that share a pass of pieces of the smallest size.
-        batch_invariant: As configured.
+        batch_invariant, logprobs: As configured.
+        no_record: Why no request may ask for a record; empty: it may.
+        law: What `Record.law` says of model and strategy.
     """
 
     num_slots: int
@@ -156,6 +162,9 @@ class EngineLayout:
     many_rows: int | None = None
     prompts_a_pass: int = 1
     batch_invariant: bool = False
+    logprobs: bool = False
+    no_record: str = ""
+    law: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def pass_kind(self) -> PassKind:
@@ -184,6 +193,16 @@ class EngineLayout:
         """Tokens that a chunk of several steps may emit a row; it ends before it exceeds them."""
         most = max(WINDOWS_PER_CHUNK * self.window, TOKENS_PER_STEP * self.max_steps_per_chunk)
         return min(most, self.max_model_len)
+
+    @property
+    def align(self) -> Align:
+        """Where blocks begin (`Record.align`)."""
+        return align_of(self.is_grid, self.in_window, self.token_a_step)
+
+    @property
+    def num_kept(self) -> int:
+        """Positions whose log-probabilities a slot keeps: what a chunk emits, and the window."""
+        return self.most_new + self.window if self.logprobs else 0
 
     def prefill_len(self, prompt_len: int) -> int:
         """Tokens of a prompt that go to the cache before decoding."""

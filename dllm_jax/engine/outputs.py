@@ -1,9 +1,11 @@
 """Outputs of requests: texts, finish reasons, metrics, and a warning about poor drafts."""
 
+import itertools
 import math
 from collections import abc
 
 from dllm_jax.engine.admission import ActiveRequest
+from dllm_jax.engine.record import Record, Write, record_of
 from dllm_jax.engine.requests import CompletionOutput, DraftMetrics, Metrics, RequestOutput
 from dllm_jax.engine.sequence import DONE, Sequence
 
@@ -54,9 +56,15 @@ def _completion(active: ActiveRequest, sequence: Sequence) -> CompletionOutput:
     if active.params.stop and sequence.stage != DONE and stream is not None:
         del tokens[stream.num_shown :]  # a shown token is never taken back
     window: tuple[int | None, ...] = ()
+    window_logprobs: tuple[float | None, ...] = ()
+    num_top = active.params.logprobs
     if active.request.denoise and sequence.saved is not None:
         fetch, row = sequence.saved
         window = fetch.window(row, len(tokens))
+        if num_top is not None:
+            _, _, writes = fetch.behind_text(row, len(tokens))
+            pairs = zip(window, writes, strict=False)
+            window_logprobs = tuple(None if one is None else write.raw for one, write in pairs)
     return CompletionOutput(
         index=sequence.index,
         text="" if stream is None else stream.text,
@@ -65,6 +73,50 @@ def _completion(active: ActiveRequest, sequence: Sequence) -> CompletionOutput:
         window=window,
         stop_reason=_stop_reason(active, sequence),
         constraint_met=None if sequence.finish_reason is None else is_whole(sequence),
+        logprobs=None if num_top is None else _logprobs(tokens, sequence.written, num_top),
+        window_logprobs=window_logprobs,
+        record=_record(active, sequence) if active.params.record else None,
+    )
+
+
+def _logprobs(
+    tokens: abc.Sequence[int], written: abc.Sequence[Write], num_top: int
+) -> list[dict[int, float]]:
+    """Of each token, and of the likeliest."""
+    return [
+        {token: write.raw, **dict(itertools.islice(write.top.items(), num_top))}
+        for token, write in zip(tokens, written, strict=False)
+    ]
+
+
+def _record(active: ActiveRequest, sequence: Sequence) -> Record | None:
+    """The record of a text that has ended."""
+    if sequence.finish_reason is None:
+        return None
+    placement, layout = sequence.placement, active.layout
+    position, ids, writes = sequence.tail or (0, [], [])
+    first = placement.prompt_len
+    every = [
+        *zip(itertools.count(first), sequence.tokens, sequence.written, strict=False),
+        *zip(itertools.count(position), ids, writes, strict=False),
+    ]
+    every = [(at, token, one) for at, token, one in every if token is not None and one.step > -2]
+    columns = {
+        "position": [at for at, _, _ in every],
+        "step": [one.step for _, _, one in every],
+        "token": [token for _, token, _ in every],
+        "log_prob": [one.law for _, _, one in every],
+        "is_edit": [False] * len(every),
+    }
+    return record_of(
+        sequence.prompt,
+        len(sequence.tokens),
+        sequence.finish_reason,
+        placement.limit,
+        layout.block_size,
+        layout.align,
+        columns,
+        {**layout.law, **placement.sampling._asdict(), "knobs": dict(placement.knobs)},
     )
 
 

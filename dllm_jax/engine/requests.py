@@ -9,10 +9,11 @@ from typing import Any
 
 from dllm_jax.engine import checks
 from dllm_jax.engine.layout import SamplingNumbers
+from dllm_jax.engine.record import Record
 from dllm_jax.engine.rules import NUMBERS
 
 _NUMBERS = ("temperature", "top_p", "top_k", "max_tokens", "n", "seed", "max_nfe")
-_NUMBERS += ("max_repetition_run",)
+_NUMBERS += ("max_repetition_run", "logprobs")
 
 FinishReason = str  # "stop" | "length" | "nfe" | "repetition" | "abort" | "error"
 
@@ -22,7 +23,6 @@ FinishReason = str  # "stop" | "length" | "nfe" | "repetition" | "abort" | "erro
     presence_penalty="max_repetition_run",
     frequency_penalty="max_repetition_run",
     min_tokens="ignore_eos",
-    logprobs="Model.logits",
     prompt_logprobs="Model.logits",
     best_of="n",
     min_p="top_p",
@@ -49,6 +49,9 @@ class SamplingParams:
             `dllm_jax.structured`, or `After` (docs/structured_output.md); None: anything.
         constraint_confidence: What thresholds see of a constrained token: its probability ("raw"),
             or its share of all tokens that the constraint allows there ("plan").
+        logprobs: Return the log-probability of each token and of so many of the likeliest, 0 to 5
+            (docs/logprobs.md); None: none. Of an engine with `logprobs=True`.
+        record: Return a `Record` of each text. Of an engine with `logprobs=True`.
 
     Raises:
         ValueError: A value outside its range.
@@ -68,12 +71,15 @@ class SamplingParams:
     strategy_overrides: Mapping[str, float] = dataclasses.field(default_factory=dict)
     constraint: Any = None
     constraint_confidence: str = "raw"
+    logprobs: int | None = None
+    record: bool = False
 
     def __post_init__(self):
         stop = () if self.stop is None else self.stop
         stop_ids = () if self.stop_token_ids is None else self.stop_token_ids
         plain: dict[str, Any] = {
             "ignore_eos": checks.boolean("ignore_eos", self.ignore_eos),
+            "record": checks.boolean("record", self.record),
             "stop": checks.stop_strings(stop),
             "stop_token_ids": tuple(checks.token_ids("stop_token_ids", stop_ids, checks.MOST)),
             "strategy_overrides": checks.overrides(self.strategy_overrides),
@@ -89,6 +95,11 @@ class SamplingParams:
         if plain.get("top_k", 0) <= 0:
             plain["top_k"] = None
         checks.set_fields(self, plain)
+
+    @property
+    def reads_written(self) -> bool:
+        """Whether it asks for what an engine with `logprobs=True` keeps."""
+        return self.logprobs is not None or self.record
 
     @property
     def sampling(self) -> SamplingNumbers:
@@ -256,6 +267,10 @@ class CompletionOutput:
             without one, and while it runs.
         message: Of `LLM.chat` with tools: role, content, reasoning_content and tool_calls, as
             OpenAI has them.
+        logprobs: Of each of `token_ids`, log-probabilities in nats by id: of the token, and of the
+            likeliest that were asked for. NaN for a token that was given. None: not asked for.
+        window_logprobs: Of the cells of `window`, with `logprobs`; None for a hole.
+        record: With `record=True`, once the text has ended.
     """
 
     index: int
@@ -266,6 +281,9 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     constraint_met: bool | None = None
     message: Mapping[str, Any] | None = None
+    logprobs: list[dict[int, float]] | None = None
+    window_logprobs: tuple[float | None, ...] = ()
+    record: Record | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,6 +330,7 @@ class StreamEvent:
         window: The provisional window (`events="denoise"`), None for a hole.
         finish_reason: Set on the last event of the sequence.
         error: Why it ended with "error", else None.
+        logprobs, window_logprobs, record: As of `CompletionOutput`, of what is new.
     """
 
     request_id: str
@@ -322,3 +341,6 @@ class StreamEvent:
     window: tuple[int | None, ...]
     metrics: Metrics
     error: str | None = None
+    logprobs: list[dict[int, float]] | None = None
+    window_logprobs: tuple[float | None, ...] = ()
+    record: Record | None = None

@@ -46,6 +46,7 @@ NUMBERS = {
     "max_nfe": Range(1, MOST),
     "max_repetition_run": Range(2, MOST),
     "n": Range(1, 4096),
+    "logprobs": Range(0, 5),  # what a slot keeps of each token
     "stop_token_ids": Range(0, MOST),
     "priority": Range(-MOST, MOST),
     "deadline_s": Range(0.0, math.inf, is_whole=False),
@@ -109,6 +110,29 @@ class Rule(NamedTuple):
 
 
 RULES = (
+    Rule(
+        "logprobs",
+        lambda c: (c.params.logprobs is not None or c.params.record) and not c.layout.logprobs,
+        "log-probabilities are not kept by this engine; make it with LLM(logprobs=True), or start "
+        "`dllm-jax serve --logprobs`",
+        "unsupported_parameter",
+    ),
+    Rule(
+        "record",
+        lambda c: c.params.record and c.layout.no_record,
+        "{c.layout.no_record}",
+        "unsupported_parameter",
+    ),
+    Rule(
+        "record",
+        lambda c: c.params.record and c.params.constraint is not None,
+        "record=True with a constraint, whose tokens are drawn together; leave one of the two out",
+    ),
+    Rule(
+        "record",
+        lambda c: c.params.record and c.params.stop,
+        "record=True with stop strings, which cut a text between tokens; use stop_token_ids",
+    ),
     Rule(
         "constraint",
         lambda c: c.params.constraint is not None and c.layout.batch_invariant,

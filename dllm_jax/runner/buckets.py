@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dllm_jax.engine import checks
 from dllm_jax.engine.layout import TILE_OF_KEYS, EngineConfig, EngineLayout
@@ -27,6 +28,7 @@ from dllm_jax.strategies.core.protocol import (
     split_knobs,
     whole_knobs,
 )
+from dllm_jax.strategies.core.resolve import settings
 
 # Each size is a program to compile. Measured on a ragged load (docs/adr/0034): six sizes
 # of 32 slots take less time than ten did.
@@ -120,7 +122,53 @@ def make_layout(
         # On a CPU a dispatch is cheap, and prompts take as long together as apart.
         prompts_a_pass=max(1, most) if has_pieces and not on_cpu else 1,
         batch_invariant=config.batch_invariant,
+        logprobs=_kept(config, strategy),
+        no_record="" if needs.fills_holes else _NO_RECORD.format(strategy.name),
+        law=law_of(model, strategy),
     )
+
+
+_NO_RECORD = (
+    "record=True: {} may write a cell more than once, and an engine keeps the last write; "
+    "leave record out, or use dj.record"
+)
+
+
+def _kept(config: EngineConfig, strategy: Any) -> bool:
+    """Whether log-probabilities are kept."""
+    if config.logprobs and not strategy.holds_constraints:
+        raise ValueError(
+            f"logprobs=True: tokens of {strategy.name} move, or stay by chance, so no single "
+            "forward says how likely they were; leave it out, or use another strategy"
+        )
+    return config.logprobs
+
+
+def law_of(model: Model, strategy: Any) -> dict[str, Any]:
+    """What `Record.law` says of a model and a strategy: JSON values."""
+    defaults = model.defaults
+    return {
+        "model": model.source,
+        "mask_id": model.config.mask_token_id,
+        "forbidden_ids": list(defaults.forbidden_token_ids),
+        "vocab_limit": defaults.vocab_limit,
+        "quantization": model.quantization,
+        "kv_dtype": str(model.kv_dtype),
+        "strategy": strategy.name,
+        "settings": plain_settings(strategy),
+    }
+
+
+def plain_settings(strategy: Any) -> dict[str, Any]:
+    """Fields of a strategy that are numbers, strings or None."""
+    found = {}
+    for name in settings(strategy):
+        value = getattr(strategy, name)
+        if np.ndim(value) == 0 and hasattr(value, "item"):
+            value = value.item()
+        if value is None or isinstance(value, bool | int | float | str):
+            found[name] = value
+    return found
 
 
 def _salt(model: Model, strategy: Any, aux: Mapping[str, Model]) -> bytes:

@@ -9,8 +9,10 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from dllm_jax.engine.layout import DeviceFailure
+from dllm_jax.engine.record import NOTHING_WRITTEN, Write
 from dllm_jax.engine.requests import DraftMetrics
 from dllm_jax.runner import packing
+from dllm_jax.strategies.core.recording import LAW, RAW, STEP, TOP, TOP_IDS
 
 PINNED = "pinned_host"  # memory of the host that a GPU writes
 
@@ -70,6 +72,34 @@ class Fetched:
     def window(self, row: int, length: int) -> tuple[int | None, ...]:
         """Cells after the first `length` output tokens, None for a hole."""
         return provisional(self._runner.unpack(self._slot(row)), length)
+
+    def written(self, row: int, first: int, count: int) -> list[Write]:
+        """What was last written to `count` positions from `first` on."""
+        held = self._runner.unpack(self._slot(row))["written"]
+        rows = held[(first + np.arange(count)) % len(held)].tolist()
+        return [
+            Write(
+                row[LAW],
+                row[RAW],
+                dict(zip(map(int, row[TOP_IDS]), row[TOP], strict=True)),
+                int(row[STEP]),
+            )
+            if row[STEP] == row[STEP]
+            else NOTHING_WRITTEN
+            for row in rows
+        ]
+
+    def behind_text(self, row: int, length: int) -> tuple[int, list[int | None], list[Write]]:
+        """First position, ids and writes of the cells after the first `length` output tokens.
+
+        An id is None for a hole.
+        """
+        buffer = self._runner.unpack(self._slot(row))["buffer"]
+        start = int(buffer.start)
+        first = max(int(buffer.prompt_len) + length, start)
+        cells = zip(buffer.tokens.ravel().tolist(), buffer.filled.ravel().tolist(), strict=True)
+        ids = [token if filled else None for token, filled in cells][first - start :]
+        return first, ids, self.written(row, first, len(ids))
 
     def behind(self, row: int) -> int:
         """The cell after the emitted tokens of a row whose last fetch is this one."""

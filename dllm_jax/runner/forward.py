@@ -24,7 +24,14 @@ from dllm_jax.models.sharding import first_of, total
 from dllm_jax.runner.cache import page_slots
 from dllm_jax.runner.cells import Cells, first_cells
 from dllm_jax.runner.grammar_readout import read_first, read_planned
-from dllm_jax.runner.readout import Reader, of_rows, read_rows, read_soft, read_stats
+from dllm_jax.runner.readout import (
+    Reader,
+    of_rows,
+    read_log_probs,
+    read_rows,
+    read_soft,
+    read_stats,
+)
 from dllm_jax.strategies.core import blocks, constraint
 from dllm_jax.strategies.core.draw import Shard, drawn_law
 from dllm_jax.strategies.core.protocol import (
@@ -226,6 +233,19 @@ class ModelForward:
             stats = read_first(self.reader(), hidden, ask, constraint.view(first_of), stats)
         return jax.tree.map(lambda leaf: leaf.reshape(*axes, *leaf.shape[1:]), stats)
 
+    def log_probs(
+        self,
+        hidden: Float[Array, "R D"],
+        tokens: Int[Array, " R"],
+        ask: Readout,
+        num_top: int = 0,
+    ) -> Float[Array, "R F"]:
+        """Of rows, each with a token: `ForwardOutput.log_probs`."""
+        reader = Reader(
+            lambda rows: self.whole(self.unembed(rows)), self.reader(ask.allow).forbidden
+        )
+        return read_log_probs(reader, hidden, tokens, ask, num_top)
+
     def reader(self, allow: tuple[int, ...] = ()) -> Reader:
         """How rows become logits; ids in `allow` may be predicted though they are no text."""
         forbidden = functools.partial(self.model.forbidden, allow=allow)
@@ -377,18 +397,34 @@ class WindowOutput(struct.PyTreeNode, ForwardOutput):
 
     def read(self, ask: Readout) -> TokenStats:
         """Statistics aligned with the cells; see `predict` of the protocol."""
+        own, cells = self._asked(ask)
+        reader, rows = self.forward.reader(own.allow), cells.rows(self._aligned())
+        if self.seen is None:
+            stats = cells.scatter(read_rows(reader, rows, of_rows(own, cells)))
+        else:
+            stats = read_planned(reader, rows, own, cells, self.seen)
+        stats = stats.only(own.where)
+        if not ask.log_prob:
+            return stats
+        return stats.replace(log_prob=self.log_probs(stats.token, ask)[..., 0])
+
+    def log_probs(
+        self, tokens: Int[Array, "B K S"], ask: Readout, num_top: int = 0
+    ) -> Float[Array, "B K S F"]:
+        """Log-probabilities of given tokens, aligned with the cells; see the protocol."""
+        ask, cells = self._asked(ask)
+        rows, tokens = cells.rows(self._aligned()), cells.rows(tokens)
+        read = self.forward.log_probs(rows, tokens, of_rows(ask, cells), num_top)
+        return jnp.where(jnp.asarray(ask.where)[..., None], cells.scatter(read), jnp.nan)
+
+    def _asked(self, ask: Readout) -> tuple[Readout, Cells]:
+        """A readout with all of its arguments, and the cells that are read."""
         predicted = self._predicted()
         where = predicted if ask.where is None else ask.where & predicted
         cells, where = first_cells(where, ask.width)
         sampling = Sampling.greedy(len(where)) if ask.sampling is None else ask.sampling
         guide = None if ask.guide is None else (ask.guide[0]._aligned(), ask.guide[1])
-        ask = ask.replace(where=where, sampling=sampling, guide=guide)
-        reader, rows = self.forward.reader(ask.allow), cells.rows(self._aligned())
-        if self.seen is None:
-            stats = cells.scatter(read_rows(reader, rows, of_rows(ask, cells)))
-        else:
-            stats = read_planned(reader, rows, ask, cells, self.seen)
-        return stats.only(where)
+        return ask.replace(where=where, sampling=sampling, guide=guide), cells
 
     def soft(self, temperature: float | Float[Array, "B 1 1"] = 1.0) -> Float[Array, "B K S D"]:
         """Expected embedding under the tempered law of each cell."""

@@ -151,6 +151,7 @@ def kept_part(state: DecodeState) -> dict[str, Any]:
         "carry": state.carry.replace(lasting={}),  # stays in the slot
         "boundary": state.boundary,
         "output_len": state.output_len,
+        "written": state.written,
     }
 
 

@@ -42,6 +42,7 @@ class Programs(struct.PyTreeNode):
     most_new: int = struct.field(pytree_node=False)
     implementation: str | None = struct.field(pytree_node=False)
     one_rounding: bool = struct.field(pytree_node=False, default=False)
+    num_kept: int = struct.field(pytree_node=False, default=0)
 
     @property
     def window(self) -> int:
@@ -187,9 +188,8 @@ def _fresh(
         given=_given(programs, ints),
     )
     request = _request(programs, ints, floats, knobs)
-    return decoding.new_slots(
-        programs.strategy, spec, programs.kept, request, buffer, programs.max_output
-    )
+    sizes = programs.max_output, programs.num_kept
+    return decoding.new_slots(programs.strategy, spec, programs.kept, request, buffer, *sizes)
 
 
 def new_state(

@@ -97,6 +97,38 @@ def read_rows(reader: Reader, hidden: Float[Array, "R D"], ask: Readout) -> Toke
     return stats.replace(id_probs=read_probs(reader, hidden, ask.ids, stats))
 
 
+def read_log_probs(
+    reader: Reader,
+    hidden: Float[Array, "R D"],
+    tokens: Int[Array, " R"],
+    ask: Readout,
+    num_top: int = 0,
+) -> Float[Array, "R F"]:
+    """Log-probabilities of a token a row, and the likeliest ids: `ForwardOutput.log_probs`.
+
+    Args:
+        reader: Of whole logits.
+        ask: Of rows, as of `read_stats`.
+    """
+    sampling = ask.sampling
+    assert sampling is not None
+    each = sampling.of_rows(len(hidden) // len(sampling.temperature))
+
+    def one(rows: tuple[Any, ...]) -> Array:
+        hidden, tokens, sampling, penalty, away = rows
+        raw = reader.unembed(hidden)
+        moved = raw if away is None else reader.logits(hidden, away, scale)
+        law = drawn_law(reader.restricted(moved, penalty), sampling)
+        both = jax.nn.log_softmax(jnp.stack([law, raw], axis=1))
+        own = jnp.take_along_axis(both, tokens[:, None, None], axis=2)[..., 0]
+        top, ids = jax.lax.top_k(both[:, 1], num_top)
+        return jnp.concatenate([own, ids.astype(jnp.float32), top], axis=1)  # ids are below 2^24
+
+    away, scale = (None, 0.0) if ask.guide is None else ask.guide
+    rows = hidden, jnp.maximum(tokens, 0), each, ask.penalty, away
+    return in_chunks(one, rows, ROWS_DRAWN)
+
+
 def read_probs(
     reader: Reader, hidden: Float[Array, "R D"], ids: Int[Array, "R N"], stats: TokenStats
 ) -> Float[Array, "R N"]:

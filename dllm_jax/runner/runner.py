@@ -68,6 +68,7 @@ class ModelRunner(Dispatch):
             most_new=layout.most_new,
             implementation=implementation,
             one_rounding=layout.batch_invariant,
+            num_kept=layout.num_kept,
         )
         self.device: Any = DeviceState(made_from, layout)
         slot_layout = packing.layout_of(packing.kept_part(self.device.shapes(num_pages=1)))

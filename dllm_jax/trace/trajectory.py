@@ -1,4 +1,4 @@
-"""`record`: one prompt decoded step by step, with a record of every step on the host.
+"""`record`: prompts decoded step by step, with a record of every step on the host.
 
 The tokens are those of `generate`. A recorded step is a separate program, so that recording does
 not change other programs.
@@ -11,7 +11,7 @@ import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import numpy as np
@@ -19,13 +19,16 @@ import numpy as np
 from dllm_jax.api import generate
 from dllm_jax.api.drafts import bind_draft
 from dllm_jax.api.strategy import resolve_strategy
+from dllm_jax.engine.checks import token_ids, whole_number
+from dllm_jax.engine.record import WRITES, Align, Record, align_of, record_of
 from dllm_jax.loading.load import load
 from dllm_jax.loading.model import Model
 from dllm_jax.loading.tokenizer import encode
 from dllm_jax.runner import decode
+from dllm_jax.runner.buckets import law_of, plain_settings
 from dllm_jax.runner.forward import ModelForward
 from dllm_jax.strategies.core import driver
-from dllm_jax.strategies.core.resolve import settings
+from dllm_jax.strategies.core.protocol import bind_knobs
 from dllm_jax.strategies.core.state import ERROR, FINISH_REASONS, RUNNING, STUCK
 from dllm_jax.strategies.testing.recording import NOT_READ, recorded_step
 
@@ -66,6 +69,11 @@ class Step:
         commit_len: Tokens that were committed.
         settled_len: Leading cells that cannot change any more.
         nfe: Forwards spent.
+        written: Cells that the step decided: those accepted or edited, each cell of a canvas, and
+            in the first step a first token that the end of the prompt predicted.
+        log_prob: Log-probability of the cell's token, in a hole of the prediction, under the law
+            that is drawn from; NaN for none.
+        kept: What `record` was asked to keep; not in JSON.
     """
 
     before: Window
@@ -78,6 +86,9 @@ class Step:
     commit_len: int
     settled_len: int
     nfe: int
+    written: np.ndarray
+    log_prob: np.ndarray
+    kept: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +105,7 @@ class Trajectory:
         settings: Fields of the strategy, by name.
         steps: One record for each decode step, in order.
         error: Message if it ended with "error", else None.
+        law: What `Record.law` says, and `align`.
     """
 
     prompt: list[int]
@@ -105,15 +117,23 @@ class Trajectory:
     settings: Mapping[str, Any]
     steps: list[Step]
     error: str | None = None
+    law: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"align": "grid"})
 
     @property
     def nfe(self) -> int:
         """Forwards after prefill."""
         return sum(step.nfe for step in self.steps)
 
+    @property
+    def record(self) -> Record:
+        """What was written, when, and how likely that was."""
+        return _record_of(self)
+
     def to_json(self) -> str:
         """One JSON object; NaN is null. `from_json` reads it."""
         fields = dataclasses.asdict(self) | {"nfe": self.nfe, "version": VERSION}
+        for step in fields["steps"]:
+            del step["kept"]
         return json.dumps(_plain(fields), allow_nan=False, ensure_ascii=False)
 
     @staticmethod
@@ -142,59 +162,154 @@ class Trajectory:
             ) from error
 
 
+@overload
+def record(
+    model: Model | str, prompt: str | Sequence[int], strategy: Any = None, **how: Any
+) -> Trajectory: ...
+
+
+@overload
+def record(
+    model: Model | str, prompt: list[str] | list[list[int]], strategy: Any = None, **how: Any
+) -> list[Trajectory]: ...
+
+
 def record(
     model: Model | str,
-    prompt: str | Sequence[int],
+    prompt: Any,
     strategy: Any = None,
     *,
+    keep: Sequence[str] = (),
+    num_top: int = 5,
+    logits_at: Sequence[int] = (),
     attention_implementation: str | None = None,
     **request: Any,
-) -> Trajectory:
-    """Decode one prompt and keep a record of every step.
+) -> Any:
+    """Decode one prompt, or a batch of them, and keep a record of every step.
 
-    Slower than `generate`, because each step is fetched separately.
+    Slower than `generate`, because each step is fetched separately. What was written, when and how
+    likely, is in `Trajectory.record`; `dj.save_records` writes such records to an `.npz` file.
 
     Args:
         model: A `Model` or what `load` takes.
-        prompt: Token ids, or a text, which is encoded without a chat template.
+        prompt: Token ids, or a text, which is encoded without a chat template; or a list of such.
         strategy: A value, name, import path or step function; None is the family's default.
+        keep: What `Record.kept` holds of each cell that the strategy asked for, in each forward:
+            "token", "confidence", "entropy", "log_prob" (of the token that was proposed) and "top"
+            (`top_ids` and `top_log_probs` of the raw logits).
+        num_top: Ids of "top".
+        logits_at: Positions whose raw logits are kept, prompt included.
         request: `generate`'s further keywords: `max_tokens`, `temperature`, `key`, ...
 
+    Returns:
+        A trajectory, or for a list of prompts one for each.
+
     Raises:
-        ValueError: As `generate`, or a text for a model without a tokenizer.
+        ValueError: As `generate`, a text for a model without a tokenizer, or an unknown `keep`.
 
     Example:
         trajectory = dj.record("builtin:tiny-sdar", "2 + 2 =", max_tokens=32)
         [int(step.accepted.sum()) for step in trajectory.steps]
+        record = dj.record("builtin:tiny-sdar", ["2 + 2 ="], max_tokens=32, keep=["top"])[0].record
+        record.position, record.step, record.log_prob, record.kept["top_ids"]
     """
+    keep = (keep,) if isinstance(keep, str) else tuple(keep)
+    if unknown := [name for name in keep if name not in KEPT]:
+        raise ValueError(f"keep={unknown[0]!r} is not known; use some of {', '.join(KEPT)}")
     model = load(model) if isinstance(model, str) else model
-    ids = _ids(model, prompt)
+    num_top = whole_number("num_top", num_top, 1, model.config.vocab_size)
+    places = token_ids("logits_at", logits_at)
+    is_many = not isinstance(prompt, str) and any(
+        isinstance(one, str) or np.ndim(one) for one in prompt
+    )
+    rows = [list(_ids(model, one)) for one in (prompt if is_many else [prompt])]
     draft = request.pop("draft", None)
     chosen = resolve_strategy(model, strategy, draft)
     session = generate.start(
         model,
-        [ids],
+        rows,
         bind_draft(chosen, draft, model),
         attention_implementation=attention_implementation,
         **request,
     )
-    state, steps = session.state, []
-    while int(state.finish[0]) == RUNNING:
-        state, one = _recorded(
-            model, session.strategy, session.aux, state, attention_implementation
+    state = session.state
+    steps: list[list[Step]] = [[] for _ in rows]
+    how = {
+        "num_top": num_top if "top" in keep else 0,
+        "logits_at": np.asarray(places, np.int32) if places else None,
+        "implementation": attention_implementation,
+    }
+    while (running := np.flatnonzero(np.asarray(state.finish) == RUNNING)).size:
+        one = session.strategy
+        if one.makes_choices:  # as one of its passes, whose answers are not within a branch
+            one = one.chosen(int(bind_knobs(one, state.knobs).choice(state)))
+        state, part = _recorded(model, one, session.aux, state, **how)
+        part = jax.device_get(part)
+        for b in running.tolist():
+            steps[b].append(
+                _from_device(jax.tree.map(lambda leaf, b=b: leaf[b], part), keep, places)
+            )
+    sampled = jax.device_get(state.sampling)
+    output = np.asarray(state.output)
+    found = []
+    for b, ids in enumerate(rows):
+        length, finish = int(state.output_len[b]), int(state.finish[b])
+        sampling = {k: v[b].item() for k, v in vars(sampled).items()}
+        found.append(
+            Trajectory(
+                prompt=list(map(int, ids)),
+                tokens=output[b, :length].tolist(),
+                limit=int(state.buffer.limit[b]),
+                finish_reason=FINISH_REASONS[finish] or "",
+                model=model.source,
+                strategy=chosen.name,
+                settings=plain_settings(chosen),
+                steps=steps[b],
+                error=_error(chosen, finish, int(state.buffer.start[b])),
+                law={**law_of(model, chosen), **sampling, "align": _align(chosen)},
+            )
         )
-        steps.append(_from_device(jax.tree.map(lambda leaf: leaf[0], jax.device_get(one))))
-    length, finish = int(state.output_len[0]), int(state.finish[0])
-    return Trajectory(
-        prompt=list(map(int, ids)),
-        tokens=np.asarray(state.output)[0, :length].tolist(),
-        limit=int(state.buffer.limit[0]),
-        finish_reason=FINISH_REASONS[finish] or "",
-        model=model.source,
-        strategy=chosen.name,
-        settings=_settings(chosen),
-        steps=steps,
-        error=_error(chosen, finish, int(state.buffer.start[0])),
+    return found if is_many else found[0]
+
+
+KEPT = ("token", "confidence", "entropy", "log_prob", "top")
+
+
+def _align(strategy: Any) -> Align:
+    needs = strategy.needs
+    return align_of(needs.prompt.is_grid, needs.prompt.in_window, needs.token_a_step)
+
+
+def _record_of(trajectory: Trajectory) -> Record:
+    """The writes of a trajectory, and what was kept of its reads."""
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in WRITES}
+    kept: dict[str, list[np.ndarray]] = {}
+    nfe = 0
+    for step in trajectory.steps:
+        where = step.written.ravel()
+        first = step.before.tokens.ravel()[where] >= 0 if not nfe else np.zeros(where.sum(), bool)
+        columns["position"].append(step.before.start + np.flatnonzero(where))
+        columns["step"].append(np.where(first & ~step.edited.ravel()[where], -1, nfe))
+        columns["token"].append(step.after.tokens.ravel()[where])
+        columns["log_prob"].append(step.log_prob.ravel()[where])
+        columns["is_edit"].append(step.edited.ravel()[where])
+        for name, values in step.kept.items():
+            kept.setdefault(name, []).append(values)
+            if name.endswith("_position"):
+                own = np.full(len(values), nfe, np.int32)
+                kept.setdefault(name.replace("position", "step"), []).append(own)
+        nfe += step.nfe
+    law = dict(trajectory.law)
+    return record_of(
+        trajectory.prompt,
+        len(trajectory.tokens),
+        trajectory.finish_reason,
+        trajectory.limit,
+        trajectory.steps[0].after.tokens.shape[1] if trajectory.steps else 0,
+        law.pop("align"),
+        {name: np.concatenate(parts or [np.zeros(0)]) for name, parts in columns.items()},
+        law,
+        {name: np.concatenate(parts) for name, parts in kept.items()},
     )
 
 
@@ -204,12 +319,15 @@ def _error(strategy: Any, finish: int, position: int) -> str | None:
     return "the model gave a value that is not finite" if finish == ERROR else None
 
 
-@functools.partial(jax.jit, static_argnames=("implementation",), donate_argnames=("state",))
-def _recorded(model, strategy, aux, state, implementation):
+_STATIC = ("num_top", "implementation")
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames=("state",))
+def _recorded(model, strategy, aux, state, logits_at, num_top, implementation):
     def body(model, strategy, aux, state):
         forward = ModelForward(model, aux=aux, implementation=implementation)
         spec = decode.slot_spec(strategy, model, state.finish.shape[0])
-        return recorded_step(strategy, forward, state, spec)
+        return recorded_step(strategy, forward, state, spec, num_top, logits_at)
 
     return decode.per_device(
         body,
@@ -232,23 +350,33 @@ def _ids(model: Model, prompt: str | Sequence[int]) -> Sequence[int]:
     return encode(model.tokenizer, prompt)
 
 
-def _settings(strategy: Any) -> dict[str, Any]:
-    """Fields of a strategy that are numbers, strings or None."""
-    found = {}
-    for name in settings(strategy):
-        value = getattr(strategy, name)
-        if np.ndim(value) == 0 and hasattr(value, "item"):
-            value = value.item()
-        if value is None or isinstance(value, bool | int | float | str):
-            found[name] = value
-    return found
-
-
 # --- arrays of the device, objects of the host, JSON -------------------------------------------
 
 
-def _from_device(one: Any) -> Step:
+def _from_device(one: Any, keep: Sequence[str], logits_at: Sequence[int]) -> Step:
     """A `StepRecord` of one row, in NumPy."""
+    rows = one.rows.reshape(-1, one.rows.shape[-1])
+    asked = np.flatnonzero(~np.isnan(one.confidence.ravel()))
+    size = rows.shape[1] // 2  # two numbers of the token, then M ids and their M numbers
+    columns = {
+        "token": lambda: {"read_token": one.predicted.ravel()[asked]},
+        "confidence": lambda: {"confidence": one.confidence.ravel()[asked]},
+        "entropy": lambda: {"entropy": one.entropy.ravel()[asked]},
+        "log_prob": lambda: {"read_log_prob": rows[asked, 0]},
+        "top": lambda: {
+            "top_ids": rows[asked, 2 : 1 + size].astype(np.int32),
+            "top_log_probs": rows[asked, 1 + size : 2 * size],
+        },
+    }
+    kept: dict[str, np.ndarray] = {}
+    if keep:
+        kept["read_position"] = (int(one.before.start) + asked).astype(np.int32)
+    for name in keep:
+        kept |= columns[name]()
+    if one.logits is not None:
+        known = ~np.isnan(one.logits).any(axis=1)
+        kept["logits_position"] = np.asarray(logits_at, np.int32)[known]
+        kept["logits"] = one.logits[known]
 
     def window(buffer: Any) -> Window:
         tokens = np.where(buffer.filled, buffer.tokens, NOT_READ)
@@ -265,6 +393,9 @@ def _from_device(one: Any) -> Step:
         commit_len=int(one.commit_len),
         settled_len=int(one.settled_len),
         nfe=int(one.nfe),
+        written=one.written,
+        log_prob=one.rows[..., 0],
+        kept=kept,
     )
 
 
@@ -289,6 +420,8 @@ def _step(facts: Mapping[str, Any]) -> Step:
     def cells(name: str, kind: Any) -> np.ndarray:
         return np.asarray(facts[name], kind)
 
+    taken = cells("accepted", bool) | cells("edited", bool)
+    none = np.full(taken.shape, np.nan, np.float32)
     return Step(
         before=window("before"),
         after=window("after"),
@@ -300,6 +433,8 @@ def _step(facts: Mapping[str, Any]) -> Step:
         commit_len=facts["commit_len"],
         settled_len=facts["settled_len"],
         nfe=facts["nfe"],
+        written=cells("written", bool) if "written" in facts else taken,  # since 0.1
+        log_prob=cells("log_prob", np.float32) if "log_prob" in facts else none,
     )
 
 

@@ -5,7 +5,7 @@ them. One step is `propose`, which calls `strategy.step`, then `advance` (docs/c
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from .forward import Forward
 from .knobs import bind_knobs
 from .needs import Needs
 from .protocol import SlotSpec
+from .recording import Recorder, noted
 from .state import (
     ACTIVE,
     DUMMY,
@@ -122,7 +123,11 @@ def decode_step(
     Finished rows stay bit for bit as they are; their `info` is zero. A row that meets a value
     that is not finite ends with ERROR and what it had before the step.
     """
-    return advance(strategy, state, *propose(strategy, forward, state), spec)
+    if state.written is None:
+        return advance(strategy, state, *propose(strategy, forward, state), spec)
+    recorder = Recorder(forward)
+    proposed = propose(strategy, cast(Forward, recorder), state)
+    return advance(strategy, state, *proposed, spec, recorder)
 
 
 def decode_while(
@@ -179,9 +184,18 @@ def propose(strategy: Any, forward: Forward, state: DecodeState) -> tuple[Decode
 
 
 def advance(
-    strategy: Any, state: DecodeState, stepped: DecodeState, info: StepInfo, spec: SlotSpec
+    strategy: Any,
+    state: DecodeState,
+    stepped: DecodeState,
+    info: StepInfo,
+    spec: SlotSpec,
+    recorder: Recorder | None = None,
 ) -> tuple[DecodeState, StepInfo]:
-    """The engine's half: the state that follows from `state` and the strategy's `stepped`."""
+    """The engine's half: the state that follows from `state` and the strategy's `stepped`.
+
+    Args:
+        recorder: What the model said, where the state keeps it.
+    """
     running = state.finish == RUNNING
     # A broken row stays as it was before this step.
     broken = running & is_broken(stepped)
@@ -192,6 +206,8 @@ def advance(
             path = constraint.walk(stepped)
         else:
             stepped, path = constraint.conform(state, stepped)
+    if recorder is not None:
+        stepped = noted(strategy, recorder, state, stepped)
     info = jax.tree.map(lambda leaf: jnp.where(running, leaf, 0), info)
     fresh = broadcast_carry(strategy.init(spec), spec.num_slots, spec.num_blocks, spec.block_size)
     counted = count(state, stepped, info)

@@ -75,6 +75,8 @@ class TokenStats(struct.PyTreeNode):
         soft: Expected embedding, 0 where not asked for; None: not computed.
         id_probs: Probabilities of the `ids` that were asked for, 0 in cells that were not; None:
             not computed.
+        log_prob: Log-probability of the token under the distribution that it is drawn from, in
+            nats, computed from logits; NaN where not asked for. None: not computed.
     """
 
     token: Int[Array, "B K S"]
@@ -84,6 +86,7 @@ class TokenStats(struct.PyTreeNode):
     top_probs: Float[Array, "B K S M"]
     soft: Float[Array, "B K S D"] | None = None
     id_probs: Float[Array, "B K S N"] | None = None
+    log_prob: Float[Array, "B K S"] | None = None
 
     def only(self, where: Bool[Array, "B K S"] | np.ndarray) -> "TokenStats":
         """With the values of cells not asked for in all others."""
@@ -117,6 +120,7 @@ class Readout(struct.PyTreeNode):
     behind: Int[Array, "*cells"] | None = None
     allow: tuple[int, ...] = struct.field(pytree_node=False, default=())
     ids: Int[Array, "*cells N"] | None = None
+    log_prob: bool = struct.field(pytree_node=False, default=False)
 
 
 class ForwardOutput(Protocol):
@@ -146,6 +150,7 @@ class ForwardOutput(Protocol):
         behind: Int[Array, "B K S"] | None = None,
         allow: tuple[int, ...] = (),
         ids: Int[Array, "B K S N"] | None = None,
+        log_prob: bool = False,
     ) -> TokenStats:
         """Statistics aligned with the cells: row i is about cell i, also on shifted models.
 
@@ -173,6 +178,8 @@ class ForwardOutput(Protocol):
             allow: Ids that may be predicted though they are no text, such as LLaDA2.2's DELETE.
             ids: Ids of each cell whose probabilities are returned as `id_probs`, such as the
                 likeliest of the last forward. With confidence="raw"; not with penalty, guide, soft.
+            log_prob: Also return the log-probability of the token under the distribution that is
+                drawn from, whatever `confidence` says; it takes one more pass over the head.
         """
         others = confidence != "raw" or soft or not (penalty is None and guide is None)
         if ids is not None and others:
@@ -195,11 +202,24 @@ class ForwardOutput(Protocol):
                 behind,
                 allow,
                 ids,
+                log_prob,
             )
         )
 
     def read(self, ask: Readout) -> TokenStats:
         """`predict` with its arguments as a value."""
+        ...
+
+    def log_probs(
+        self, tokens: Int[Array, "B K S"], ask: Readout, num_top: int = 0
+    ) -> Float[Array, "B K S F"]:
+        """Log-probabilities of given tokens in nats, NaN in cells that `ask` does not ask for.
+
+        F is 2 + 2 * num_top: of the token under the distribution that `ask` draws from
+        (temperature 0 counts as 1), of the token under the raw logits, the ids of the largest raw
+        logits, and their log-probabilities under these. Grammars do not count. Scripts and random
+        models have none.
+        """
         ...
 
     def soft(self, temperature: float | Float[Array, "B 1 1"] = 1.0) -> Float[Array, "B K S D"]:

@@ -144,6 +144,8 @@ class DecodeState(struct.PyTreeNode):
         pools: KV pools by model name; opaque to strategies, never copied, never selected.
         output: Emitted tokens; `output_len` of them count.
         constraint: Grammars of the slots (`core.constraint`); None: no slot has one.
+        written: Log-probabilities of what was last written to a position, at its number modulo N
+            (`core.recording` has the columns), NaN where nothing was; None: not kept.
     """
 
     buffer: BlockBuffer
@@ -160,6 +162,7 @@ class DecodeState(struct.PyTreeNode):
     output: Int[Array, "B O"]
     output_len: Int[Array, " B"]
     constraint: Any = None
+    written: Float[Array, "B N F"] | None = None
 
 
 class StepInfo(struct.PyTreeNode):

@@ -1,8 +1,6 @@
-"""A decode step that also tells what it did: the cells it filled, and what the model said of them.
+"""A decode step that also returns what it did: the cells it filled, and what was said of them.
 
-The model is wrapped, so no strategy knows; the step is a program of its own, so one that is not
-recorded holds nothing of this. Only what a strategy reads outside of `lax.cond` and other inner
-traces is seen: a value made inside may not leave it.
+The step is a program of its own, so one that is not recorded holds nothing of this.
 
 Data flow: `Recorder` around a Forward -> `driver.propose` -> `StepRecord` -> `driver.advance`.
 """
@@ -12,11 +10,11 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, Bool, Float, Int
 
 from ..core import driver
 from ..core.protocol import Forward, SlotSpec, TokenStats
+from ..core.recording import Answer, Recorder, written
 from ..core.state import ERROR, RUNNING, BlockBuffer, DecodeState
 
 NOT_READ = -1  # predicted token of a cell that was not asked for
@@ -32,6 +30,9 @@ class StepRecord(struct.PyTreeNode):
             answers in one step the last that names the token now in the cell, else the last.
         confidence: Its probability, as the strategy asked for it; NaN where there is none.
         entropy: Of the law it is from, in nats; NaN where there is none.
+        written: Cells that hold what this step decided, its first token by the prompt included.
+        rows: Log-probabilities of cells that were asked for, as of `core.recording.written`.
+        logits: Raw logits at the positions that were named; NaN where nothing was asked.
         accepted: Holes that were filled.
         edited: Filled cells that hold another token now.
         commit_len, settled_len, nfe: As in `core.state.StepInfo`.
@@ -42,6 +43,9 @@ class StepRecord(struct.PyTreeNode):
     predicted: Int[Array, "B K S"]
     confidence: Float[Array, "B K S"]
     entropy: Float[Array, "B K S"]
+    written: Bool[Array, "B K S"]
+    rows: Float[Array, "B K S F"]
+    logits: Float[Array, "B P V"] | None
     accepted: Bool[Array, "B K S"]
     edited: Bool[Array, "B K S"]
     commit_len: Int[Array, " B"]
@@ -50,13 +54,20 @@ class StepRecord(struct.PyTreeNode):
 
 
 def recorded_step(
-    strategy: Any, forward: Forward, state: DecodeState, spec: SlotSpec
+    strategy: Any,
+    forward: Forward,
+    state: DecodeState,
+    spec: SlotSpec,
+    num_top: int = 0,
+    logits_at: Int[Array, " P"] | None = None,
 ) -> tuple[DecodeState, StepRecord]:
     """`driver.decode_step`, and the record of it.
 
     Args:
         strategy: Any; knobs as in `driver.decode_step`.
         forward: The model; its auxiliary models are not recorded.
+        num_top: Likeliest ids of a row.
+        logits_at: Positions whose logits are kept.
     """
     recorder = Recorder(forward)
     stepped, info = driver.propose(strategy, cast(Forward, recorder), state)
@@ -69,13 +80,17 @@ def recorded_step(
         stepped.buffer,
         before,
     )
-    said = _one_answer(recorder.answers, after)
+    said = _one_answer([answer.stats for answer in recorder.answers], after)
+    changed, rows = written(strategy, recorder, state, stepped, num_top)
     record = StepRecord(
         before=before,
         after=after,
         predicted=jnp.where(jnp.isnan(said.confidence), NOT_READ, said.token),
         confidence=said.confidence,
         entropy=said.entropy,
+        written=changed & wrote[:, None, None],
+        rows=rows,
+        logits=None if logits_at is None else _logits(recorder.answers, before, logits_at),
         accepted=after.filled & ~before.filled,
         edited=after.filled & before.filled & (after.tokens != before.tokens),
         commit_len=info.commit_len,
@@ -83,59 +98,6 @@ def recorded_step(
         nfe=info.nfe,
     )
     return advanced, record
-
-
-class Recorder:
-    """A `core.protocol.Forward` that keeps the answers it gives. It lives for one step.
-
-    Attributes:
-        answers: What the strategy read of the window's cells, in order.
-    """
-
-    def __init__(self, forward: Forward):
-        self._forward = forward
-        self._trace = get_opaque_trace_state(convention="dllm_jax")
-        self.answers: list[TokenStats] = []
-
-    def __call__(self, state: DecodeState, **how: Any) -> "_RecordedOutput":
-        """One pass over the window; see the protocol."""
-        return _RecordedOutput(self._forward(state, **how), self)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._forward, name)
-
-    def keep(self, stats: TokenStats) -> TokenStats:
-        """Take note of an answer, where it may leave the trace it was made in."""
-        if get_opaque_trace_state(convention="dllm_jax") == self._trace:
-            self.answers.append(stats)
-        return stats
-
-
-class _RecordedOutput(struct.PyTreeNode):
-    """A forward's output whose answers are kept; a branch may return it."""
-
-    out: Any
-    recorder: Recorder = struct.field(pytree_node=False)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("out", "recorder"):  # not set yet: a copy in the making
-            raise AttributeError(name)
-        return getattr(self.out, name)
-
-    def predict(self, *args: Any, **how: Any) -> TokenStats:
-        """Statistics aligned with the cells; see the protocol."""
-        return self.recorder.keep(self.out.predict(*_bare(args), **_bare(how)))
-
-
-def _bare(tree: Any) -> Any:
-    """Arguments as the model knows them: an output that guides another comes without its wrap."""
-
-    def is_wrapped(leaf: Any) -> bool:
-        return isinstance(leaf, _RecordedOutput)
-
-    return jax.tree.map(
-        lambda leaf: leaf.out if is_wrapped(leaf) else leaf, tree, is_leaf=is_wrapped
-    )
 
 
 def _one_answer(answers: list[TokenStats], after: BlockBuffer) -> TokenStats:
@@ -156,3 +118,19 @@ def _one_answer(answers: list[TokenStats], after: BlockBuffer) -> TokenStats:
             entropy=jnp.where(take, stats.entropy, chosen.entropy),
         )
     return chosen
+
+
+def _logits(
+    answers: list[Answer], before: BlockBuffer, positions: Int[Array, " P"]
+) -> Float[Array, "B P V"] | None:
+    """Logits of the last forward that was asked, at some positions."""
+    if not answers:
+        return None
+    logits = answers[-1].out.logits()
+    B, K, S, V = logits.shape
+    asked = (answers[-1].stats.confidence > -jnp.inf).reshape(B, -1)
+    cell = positions[None] - before.start[:, None]
+    near = jnp.clip(cell, 0, K * S - 1)
+    known = jnp.take_along_axis(asked, near, axis=1) & (cell == near)
+    found = jnp.take_along_axis(logits.reshape(B, -1, V), near[..., None], axis=1)
+    return jnp.where(known[..., None], found, jnp.nan)

@@ -671,7 +671,7 @@ def test_a_closed_llm_has_ended_everything_and_refuses_by_name(model):
     [
         (lambda: SamplingParams(repetition_penalty=1.1), "max_repetition_run"),
         (lambda: SamplingParams(min_tokens=3), "ignore_eos"),
-        (lambda: SamplingParams(logprobs=1), "Model.logits"),
+        (lambda: SamplingParams(prompt_logprobs=1), "Model.logits"),
         (lambda: SamplingParams(max_new_tokens=3), "max_tokens"),
         (lambda: SamplingParams(zzz=3), "it has max_tokens, temperature"),
         (lambda: dj.LLM("builtin:tiny-sdar", max_length=3), "max_model_len"),

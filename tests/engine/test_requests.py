@@ -27,6 +27,8 @@ FIELDS = {
     "strategy_overrides": {},
     "constraint": None,
     "constraint_confidence": "raw",
+    "logprobs": None,
+    "record": False,
 }
 
 

@@ -21,8 +21,9 @@ from dllm_jax.runner.forward import ModelForward
 from dllm_jax.strategies import MultiBD
 from dllm_jax.strategies.core import driver
 from dllm_jax.strategies.core.protocol import TokenStats
+from dllm_jax.strategies.core.recording import Recorder
 from dllm_jax.strategies.core.state import RUNNING, BlockBuffer
-from dllm_jax.strategies.testing.recording import NOT_READ, Recorder, _one_answer, recorded_step
+from dllm_jax.strategies.testing.recording import NOT_READ, _one_answer, recorded_step
 from dllm_jax.trace.trajectory import TrajectoryError
 from tests.contract import harness
 from tests.contract.cases import NAMES, PAGE_SIZE, case, once
@@ -148,9 +149,9 @@ class Model:
     def __call__(self, state, **how):
         return self
 
-    def predict(self, sure=0.5, guide=None):
-        assert guide is None or guide[0] is self  # without its wrap
-        return stats([3, 3], [sure, sure])
+    def read(self, ask):
+        assert ask.guide is None or ask.guide[0] is self  # without its wrap
+        return stats([3, 3], [ask.where, ask.where])
 
 
 def test_answers_inside_of_other_traces_are_not_kept():
@@ -161,8 +162,9 @@ def test_answers_inside_of_other_traces_are_not_kept():
         out.predict(0.25)
         jax.lax.cond(x > 0, lambda: out.predict(0.5), lambda: out.predict(0.75))
         jax.vmap(lambda y: out.predict(0.1).confidence * y)(jnp.ones(3))
-        out.predict(guide=(recorder(None), 1.5))
-        return [answer.confidence[0, 0, 0] for answer in recorder.answers]
+        out.predict(0.5, guide=(recorder(None), 1.5))
+        assert all(answer.out is recorder.forward for answer in recorder.answers)
+        return [answer.stats.confidence[0, 0, 0] for answer in recorder.answers]
 
     assert [float(one) for one in jax.jit(step)(1)] == [0.25, 0.5]
 

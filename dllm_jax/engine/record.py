@@ -1,0 +1,212 @@
+"""`Record`: what was written to a text, when, and how likely that was; and its file.
+
+The form is that of a trajectory for reinforcement learning: forwards that wrote nothing leave no
+trace, and cells after the stop id in its block are part of it, because others were decided by them.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+VERSION = 1
+Align = Literal["grid", "prompt", "causal", "window"]
+WRITES = {
+    "position": np.int32,
+    "step": np.int32,
+    "token": np.int32,
+    "log_prob": np.float32,
+    "is_edit": np.bool_,
+}
+
+
+class Write(NamedTuple):
+    """What an engine keeps of the last write to a position; log-probabilities in nats.
+
+    Attributes:
+        law: Of the token under the law that it was drawn from.
+        raw: Of the token under the raw logits.
+        top: Of the likeliest ids under the raw logits, the likeliest first.
+        step: As of `Record`.
+    """
+
+    law: float
+    raw: float
+    top: Mapping[int, float]
+    step: int
+
+
+NOTHING_WRITTEN = Write(math.nan, math.nan, {}, -2)  # a token that was given
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Record:
+    """The writes of one text, by (step, position).
+
+    Attributes:
+        prompt_ids: Of the prompt [P].
+        length: Tokens of the text.
+        block_size: Tokens of a block.
+        align: Where blocks begin: "grid", at multiples of their size; "prompt", at the prompt's
+            end; "causal", each token is a block; "window", the whole text is one.
+        last: Last position that bears on the text; writes after it are left out.
+        position, step, token: Of each write [E]. A step counts forwards from 0, prefill apart; -1
+            is the end of the prompt, which predicts the first token of `ar`.
+        log_prob: Of the token under the law that it was drawn from, after temperature (0 counts as
+            1), top-k and top-p, in nats [E]; NaN where the strategy did not ask the model.
+        is_edit: The write replaced another token [E].
+        law: What the law is of: model, strategy and its fields, sampling, `finish_reason`.
+        kept: What `dj.record` was asked to keep. Of each cell that was asked for, in each forward:
+            `read_position`, `read_step`, and what `keep` names. Of positions in `logits_at`:
+            `logits_position`, `logits_step`, `logits`.
+    """
+
+    prompt_ids: np.ndarray
+    length: int
+    block_size: int
+    align: Align
+    last: int
+    position: np.ndarray
+    step: np.ndarray
+    token: np.ndarray
+    log_prob: np.ndarray
+    is_edit: np.ndarray
+    law: Mapping[str, Any]
+    kept: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    @property
+    def steps(self) -> np.ndarray:
+        """The step that wrote each token of the text [length]; -2 for one that was given."""
+        return self._of_text(self.step, -2)
+
+    @property
+    def log_probs(self) -> np.ndarray:
+        """`log_prob` of the write that each token of the text is of [length]."""
+        return self._of_text(self.log_prob, np.nan)
+
+    def _of_text(self, values: np.ndarray, missing: float) -> np.ndarray:
+        place = self.position - len(self.prompt_ids)
+        inside = place < self.length
+        found = np.full(self.length, missing, values.dtype)
+        found[place[inside]] = values[inside]  # of several writes the last
+        return found
+
+
+def record_of(
+    prompt: Sequence[int],
+    length: int,
+    ends_with: str | None,
+    limit: int,
+    block_size: int,
+    align: Align,
+    writes: Mapping[str, np.ndarray],
+    law: Mapping[str, Any],
+    kept: Mapping[str, np.ndarray] | None = None,
+) -> Record:
+    """A record of writes in any order.
+
+    Args:
+        ends_with: The finish reason.
+        limit: First position that may not be emitted.
+        writes: `position`, `step`, `token`, `log_prob` and `is_edit`.
+    """
+    final = len(prompt) + length - (ends_with != "stop")  # the last token, or the stop id
+    last = final
+    if align == "window":
+        last = limit - 1
+    elif align != "causal":
+        origin = len(prompt) if align == "prompt" else 0
+        last = origin + ((final - origin) // block_size + 1) * block_size - 1
+    arrays = {name: np.asarray(writes[name], kind) for name, kind in WRITES.items()}
+    chosen = np.flatnonzero(arrays["position"] <= last)
+    order = np.lexsort((arrays["position"][chosen], arrays["step"][chosen]))
+    return Record(
+        prompt_ids=np.asarray(prompt, np.int32),
+        length=length,
+        block_size=block_size,
+        align=align,
+        last=last,
+        **{name: array[chosen[order]] for name, array in arrays.items()},
+        law={**law, "finish_reason": ends_with},
+        kept=dict(kept or {}),
+    )
+
+
+def align_of(is_grid: bool, in_window: bool, token_a_step: bool) -> Align:
+    """`Record.align` of a strategy's needs."""
+    if in_window:
+        return "window"
+    return "grid" if is_grid else "causal" if token_a_step else "prompt"
+
+
+_FACTS = ("length", "block_size", "align", "last", "law")
+_ARRAYS = ("prompt_ids", *WRITES)
+
+
+def save_records(records: Record | Sequence[Record], path: str | os.PathLike[str]) -> None:
+    """Write records to an `.npz` file, which is whole or not there.
+
+    It holds `facts`, a JSON object a record, and each array of all records in one, with the lengths
+    of its parts in `NAME.lengths`. Nothing in it is pickled.
+    """
+    many = [records] if isinstance(records, Record) else list(records)
+    facts = [{name: getattr(one, name) for name in _FACTS} for one in many]
+    names = dict.fromkeys(name for one in many for name in one.kept)
+    columns = {name: [np.asarray(getattr(one, name)) for one in many] for name in _ARRAYS}
+    for name in names:
+        like = next(one.kept[name] for one in many if name in one.kept)
+        columns[f"kept.{name}"] = [one.kept.get(name, like[:0]) for one in many]
+    held: dict[str, Any] = {"version": np.int32(VERSION), "facts": json.dumps(facts)}
+    for name, parts in columns.items():
+        held[name] = np.concatenate(parts) if parts else np.zeros(0)
+        held[f"{name}.lengths"] = np.array([len(part) for part in parts], np.int64)
+    target = Path(path)
+    with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".npz", delete=False) as file:
+        try:
+            np.savez(file, **held)
+            file.close()
+            os.replace(file.name, target)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+def load_records(path: str | os.PathLike[str]) -> list[Record]:
+    """Read what `save_records` wrote.
+
+    Raises:
+        OSError: There is no such file.
+        ValueError: It holds no records, or those of another version.
+    """
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as held:
+            if (version := int(held["version"])) != VERSION:
+                raise ValueError(f"{version=}, and this program reads {VERSION}")
+            columns = {
+                name: np.split(held[name], np.cumsum(held[f"{name}.lengths"])[:-1])
+                for name in held.files
+                if f"{name}.lengths" in held.files
+            }
+            facts = json.loads(str(held["facts"]))
+            kept = [name for name in columns if name.startswith("kept.")]
+            return [
+                Record(
+                    **{name: columns[name][i] for name in _ARRAYS},
+                    **{name: one[name] for name in _FACTS},
+                    kept={name.removeprefix("kept."): columns[name][i] for name in kept},
+                )
+                for i, one in enumerate(facts)
+            ]
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{os.fspath(path)!r} holds no records ({type(error).__name__}: {error}); give what "
+            "save_records wrote"
+        ) from error
