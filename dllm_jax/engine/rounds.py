@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections import abc
-from typing import Any, Protocol
+from typing import Any
 
 from dllm_jax.engine.layout import NO_LIMIT, EngineLayout
 from dllm_jax.engine.scheduler import Scheduler
@@ -46,16 +46,25 @@ class Chunk:
     steps: int
 
 
-class Cost(Protocol):
-    """Predicted seconds of a program."""
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Seconds of programs by their sizes, as `runner.timing` measures them.
+
+    Attributes:
+        decode: One decode step, by slots and pages.
+        prefill: One pass, by kind, then by tokens and pages.
+    """
+
+    decode: abc.Mapping[tuple[int, int], float]
+    prefill: abc.Mapping[str, abc.Mapping[tuple[int, int], float]]
 
     def decode_s(self, rows: int, columns: int) -> float:
         """One decode step of a slot bucket over a page bucket."""
-        ...
+        return self.decode[rows, columns]
 
     def prefill_s(self, size: int, columns: int, kind: str) -> float:
         """One prefill pass."""
-        ...
+        return self.prefill[kind][size, columns]
 
 
 def num_steps(
@@ -104,7 +113,10 @@ def _ends(layout: EngineLayout, chunk: Chunk) -> bool:
     if left > chunk.steps:
         return False
     return len(chunk.sequences) == 1 or not any(
-        _may_stop(sequence) or _steps_left(layout, sequence) != left for sequence in chunk.sequences
+        sequence.placement.stop_ids
+        or sequence.placement.max_run < NO_LIMIT
+        or _steps_left(layout, sequence) != left
+        for sequence in chunk.sequences
     )
 
 
@@ -115,10 +127,6 @@ def _steps_left(layout: EngineLayout, sequence: Sequence) -> int:
     if layout.token_a_step:
         left = min(left, placement.limit - placement.prompt_len - len(sequence.tokens))
     return left
-
-
-def _may_stop(sequence: Sequence) -> bool:
-    return bool(sequence.placement.stop_ids) or sequence.placement.max_run < NO_LIMIT
 
 
 def _steps_beside(scheduler: Scheduler, decoding: list[Sequence], cost: Cost) -> int:

@@ -5,17 +5,17 @@ cancels. Made-up requests have page ids of -1: reading them costs as much as rea
 nothing is written.
 """
 
-import dataclasses
 import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from dllm_jax.engine.layout import NO_LIMIT, EngineLayout, Placement
+from dllm_jax.engine.rounds import Cost
 from dllm_jax.runner.estimate import USUAL_TEXT
 
 SLOW_S = 0.1  # slower programs are timed once: the spread of one run does not matter there
@@ -26,32 +26,11 @@ SHORT, LONG = 2, 4  # decode steps, or prefill passes, of the two runs
 FEW, MANY = 2, 8  # decode steps of the two runs by which choices are compared
 
 
-@dataclasses.dataclass(frozen=True)
-class MeasuredCost:
-    """Seconds of programs by their sizes.
-
-    Attributes:
-        decode: One decode step, by slots and pages.
-        prefill: One pass, by kind, then by tokens and pages.
-    """
-
-    decode: Mapping[tuple[int, int], float]
-    prefill: Mapping[str, Mapping[tuple[int, int], float]]
-
-    def decode_s(self, rows: int, columns: int) -> float:
-        """One decode step of a slot bucket over a page bucket."""
-        return self.decode[rows, columns]
-
-    def prefill_s(self, size: int, columns: int, kind: str) -> float:
-        """One prefill pass."""
-        return self.prefill[kind][size, columns]
-
-
 def calibrate(
     runner: Any,
     clock: Callable[[], float] = time.perf_counter,
     budget_s: float = BUDGET_S,
-) -> MeasuredCost:
+) -> Cost:
     """Time the programs of a runner that holds no request, and reset it.
 
     Args:
@@ -72,7 +51,7 @@ def calibrate(
 
     decode = timed(_step_s, layout.slot_buckets, None)
     prefill = {kind: timed(_pass_s, layout.prefill_buckets, kind) for kind in layout.pass_kinds}
-    cost = MeasuredCost(decode, prefill)
+    cost = Cost(decode, prefill)
     runner.reset()
     return cost
 

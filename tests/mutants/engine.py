@@ -103,22 +103,29 @@ PAGES = [
 QUEUE = [
     *broken(
         "test_scheduler.test_a_text_ends_at_its_tokens_the_model_or_the_pool",
-        "scheduler.py",
+        "admission.py",
         limit_ignores_the_pool=("layout.max_model_len, room)", "layout.max_model_len)"),
         last_block_is_not_reserved=(
-            "beyond = layout.block_size + suffix_len",
-            "beyond = suffix_len",
+            "beyond = layout.block_size + total",
+            "beyond = total",
         ),
     ),
     *broken(
         "test_scheduler.test_a_window_holds_prompt_text_and_suffix",
-        "scheduler.py",
-        more_is_written_than_the_table_holds=("min(limit + beyond, in_table)", "limit + beyond"),
+        "admission.py",
+        more_is_written_than_the_table_holds=(
+            "min(limit + beyond, layout.page_buckets[-1] * layout.page_size)",
+            "limit + beyond",
+        ),
+    ),
+    *broken(
+        "machine",
+        "admission.py",
+        prompt_without_room_is_taken=("if limit <= prompt_len:", "if limit < prompt_len:"),
     ),
     *broken(
         "machine",
         "scheduler.py",
-        prompt_without_room_is_taken=("if limit <= prompt_len:", "if limit < prompt_len:"),
         last_come_first_served=(
             "((priority, sequence.turn, arrival), sequence)",
             "((priority, -sequence.turn, -arrival), sequence)",
@@ -163,7 +170,7 @@ QUEUE = [
     ),
     *broken(
         "test_scheduler.test_without_the_cache_sequences_share_with_their_own_request_only",
-        "prefixes.py",
+        "pages.py",
         strangers_share_without_the_cache=("leader.rank[1])", "0)"),
     ),
     *broken(
@@ -213,12 +220,12 @@ PREFIXES = [
     ),
     *broken(
         "test_scheduler.test_a_hit_leaves_something_to_compute_where_the_strategy_needs_it",
-        "prefixes.py",
+        "pages.py",
         hit_leaves_nothing_to_compute=("else start - layout.compute_at_least", "else start"),
     ),
     *broken(
         "test_scheduler.test_pages_and_blocks_that_do_not_divide_each_other_are_shared_together",
-        "prefixes.py",
+        "pages.py",
         part_of_a_unit_is_a_hit=(
             "return hits[: len(hits) // self._unit_pages * self._unit_pages]",
             "return hits",
@@ -234,7 +241,7 @@ PREFIXES = [
     ),
     *broken(
         "machine",
-        "prefixes.py",
+        "pages.py",
         part_of_a_whole_prompt_is_a_hit=(
             "return hits if len(hits) == len(keys) else []",
             "return hits",
@@ -258,7 +265,7 @@ PREFIXES = [
     ),
     *broken(
         "test_scheduler.test_a_stop_id_in_the_cache_is_not_taken_for_text",
-        "prefixes.py",
+        "pages.py",
         unsaid_text_is_published=(
             "end = min(sequence.start, len(sequence.prompt) + len(sequence.tokens))",
             "end = sequence.start",
@@ -266,7 +273,7 @@ PREFIXES = [
     ),
     *broken(
         "test_scheduler.test_text_of_soft_commits_is_not_shared_but_the_prompt_is",
-        "prefixes.py",
+        "pages.py",
         text_of_soft_commits_is_shared=("if self._layout.soft_commits or", "if"),
     ),
     *broken(
@@ -437,7 +444,11 @@ ROUNDS = [
         "test_scheduler.test_texts_that_must_end_in_flight_are_not_dispatched_again",
         "rounds.py",
         steps_left_forget_those_made=("placement.max_nfe - sequence.nfe", "placement.max_nfe"),
-        a_stop_id_ends_all=("_may_stop(sequence) or _steps_left", "_steps_left"),
+        a_stop_id_ends_all=(
+            "sequence.placement.stop_ids\n        or sequence.placement.max_run < NO_LIMIT\n"
+            "        or _steps_left",
+            "_steps_left",
+        ),
         the_first_text_ends_all=("len(chunk.sequences) == 1 or not", "True or not"),
     ),
     *broken(
