@@ -48,7 +48,7 @@ def model_of(model: Any, num_devices: Any, **of_load: Any) -> Model:
     """The model, loaded or given, on `num_devices` devices.
 
     Raises:
-        ValueError: It is no model, or cannot be changed as `of_load` asks.
+        ValueError: `model` is not a model, or a given model is combined with arguments of `load`.
     """
     num_devices = checks.whole_number("tensor_parallel_size", num_devices)
     split = None if num_devices == 1 else over_devices(num_devices)

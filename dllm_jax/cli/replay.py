@@ -1,4 +1,4 @@
-"""`dllm-jax replay PATH`: a text of a snapshot again, forward by forward.
+"""`dllm-jax replay PATH`: decode a text of a snapshot again, forward by forward.
 
 Data flow: snapshot -> model -> an engine with that one text (`resume`) ->
 `engine.follow` -> a line, a frame or a JSON object a forward, then the text.

@@ -57,7 +57,7 @@ def family_of(args: argparse.Namespace) -> Any:
     """The family of --family, None without.
 
     Raises:
-        UsageError: It is none, or its file cannot be run.
+        UsageError: --family does not name a family, or its file cannot be run.
     """
     from dllm_jax.loading.load import load_family
 

@@ -182,7 +182,7 @@ class SharedEngine(Engine):
     def _abort_dropped(self) -> None:
         for request_id in list(self._dropped):
             super().abort(request_id)
-            with contextlib.suppress(ValueError):  # it stays until here, whatever interrupts
+            with contextlib.suppress(ValueError):  # removed last, in case of an interrupt
                 self._dropped.remove(request_id)
 
 

@@ -28,7 +28,7 @@ class Range(NamedTuple):
         """The number as plain Python.
 
         Raises:
-            ValueError: It is none of them.
+            ValueError: The value is not such a number.
         """
         check: Any = checks.whole_number if self.is_whole else checks.real_number
         number = check(name, value, self.low, self.high)

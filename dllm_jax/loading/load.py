@@ -121,7 +121,7 @@ def load_family(family: Any) -> Family:
     """The family that `load(family=)` names.
 
     Raises:
-        LoadError: It is none, or its file cannot be run.
+        LoadError: `family` is not a family, or its file cannot be run.
     """
     found = family
     if isinstance(family, str):

@@ -446,7 +446,7 @@ def _decode(programs, state, given, bound: Any = None, **sizes):
 
 
 def _with_grammars(programs, bucket, grammars, rows, bound):
-    """Some slots with their grammars, and first tokens that fit where prefill drew them."""
+    """Slots with their grammars; a fresh one absorbs its prompt again, so that first tokens fit."""
     taken = jax.tree.map(lambda leaf: leaf[rows], grammars)
     bucket = bucket.replace(constraint=taken.replace(bound=bound))
     if not programs.strategy.absorbs:

@@ -328,7 +328,7 @@ def read_json(data: bytes) -> Any:
     """The JSON of a body: strict, no NaN, no half characters.
 
     Raises:
-        Refusal: It is none.
+        Refusal: The body is not of that form.
     """
     try:
         content = msgspec.json.decode(data)
@@ -385,7 +385,7 @@ def read_object(data: bytes) -> dict[str, Any]:
     """The JSON object of a body.
 
     Raises:
-        Refusal: It is none.
+        Refusal: The body is not of that form.
     """
     _check_containers(data)
     fields = read_json(data)

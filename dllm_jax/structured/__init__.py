@@ -95,7 +95,7 @@ class JsonSchema(Constraint):
             none.
 
     Raises:
-        ValueError: It is no JSON.
+        ValueError: The text is not JSON.
     """
 
     schema: Any = dataclasses.field(compare=False)

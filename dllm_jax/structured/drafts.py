@@ -23,11 +23,11 @@ _APPLIED = {  # keywords whose subschemas apply to the same instance
     *("dependentSchemas", "unevaluatedProperties", "unevaluatedItems"),
 }
 READ = {"type", "enum", *_APPLIED}.union(*OF_TYPE.values())
-# What some draft holds instances to, and that has no counterpart here.
+# Keywords of some draft that restrict instances and are not supported.
 _NOT_READ = {
     *("contains", "minContains", "maxContains", "$dynamicRef", "$recursiveRef", "disallow"),
 }
-_SAID = {  # annotations and places of the standards, of which nobody needs to hear
+_SAID = {  # annotations and locations of the standards, which need no note
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
     *("$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$comment"),
     *("$defs", "definitions", "$vocabulary", "contentEncoding", "contentMediaType"),

@@ -47,8 +47,8 @@ class Logic:
         """Ways to be an instance of all schemas.
 
         Args:
-            is_loose: Of all instances and of some that are none, for proofs that there is none.
-                Else of some instances, and of none that is none.
+            is_loose: The ways cover all instances, and may cover other values: enough to prove
+                that no instance exists. Else they cover instances only, perhaps not all.
         """
         found: list[Way] = [[]]
         for said in saids:
@@ -203,7 +203,7 @@ class Logic:
         return way
 
     def _hints(self, way: Way, other: Way) -> Iterator[Said]:
-        """What may tell one way from another; the caller proves that it does."""
+        """Schemas that may hold of one way and not of another; the caller proves that they do."""
         path, kinds = way[-1].path, kinds_of(way)
         apart = [kind for kind in kinds if kind not in kinds_of(other)]
         if "number" in apart and "integer" in kinds_of(other):

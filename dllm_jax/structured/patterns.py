@@ -51,7 +51,7 @@ def searched(pattern: str, is_wide: bool = False) -> Tree:
         is_wide: By one of the standards; else by all of them.
 
     Raises:
-        ValueError: It is no pattern, or uses what no automaton can.
+        ValueError: The pattern is invalid, or uses a feature that no automaton has.
     """
     tree = _explicit(parsed(_SPELLING.sub(_spelt, pattern)), is_wide)
     tree = _begun(_ended(tree, is_wide), is_wide)

@@ -86,7 +86,7 @@ def schema_tree(schema: Any, budget: Budget, compact: bool = False) -> Tree:
         compact: No white space between their parts; else any.
 
     Raises:
-        ValueError: It is no schema, or says what is not supported; the path is named.
+        ValueError: The schema is invalid or has an unsupported keyword; the path is named.
     """
     logic = Logic(schema, budget)
     return _Writer(logic, budget, compact).value([logic.root()])

@@ -155,7 +155,7 @@ def number_tree(way: Sequence[Any], is_whole: bool) -> Tree:
     """Numerals between bounds.
 
     Raises:
-        NoText: There is none.
+        NoText: No text fits.
     """
     low, is_low_out, high, is_high_out, steps = bounds_of(way)
     paths = [f"{said.path}.multipleOf" for said in way if "multipleOf" in said.schema]

@@ -39,7 +39,7 @@ def parsed(pattern: str) -> Tree:
     """The tree of a regular expression.
 
     Raises:
-        ValueError: It is none, or sets flags.
+        ValueError: The expression is invalid, or sets flags.
     """
     if not isinstance(pattern, str):
         raise ValueError(f"regular expression: {pattern!r:.60} is no text; give one")

@@ -22,7 +22,7 @@ from .checks import short_repr
 
 @jax.tree_util.register_pytree_node_class
 class PerSlot:
-    """A knob's values, one a slot, that must say which axis they go along.
+    """A knob's values, one a slot. Each use states the axes that they are compared along.
 
     With B == S a bare comparison would broadcast silently along positions, so there is none:
     use `.at_block` ([B 1]), `.at_token` ([B 1 1]) or `.values` ([B]).
