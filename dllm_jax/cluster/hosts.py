@@ -83,7 +83,7 @@ class Leader:
         """Tell all followers; `head` is JSON.
 
         Raises:
-            DeviceFailure: One is gone.
+            DeviceFailure: A process has ended.
         """
         self.check()
         given = [np.asarray(array) for array in arrays]

@@ -1,6 +1,6 @@
 """The state on the device, and everything that changes it.
 
-One thread calls what changes it, in order (`worker`). Programs are lowered and compiled from its
+One thread runs all changes of it, in order (`worker`). Programs are lowered and compiled from its
 shapes alone, so other threads may do that.
 """
 

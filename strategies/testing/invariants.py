@@ -145,7 +145,7 @@ def _plain(state: DecodeState) -> DecodeState:
 
 
 class _Watch:
-    """Sees each step of all slots, and what must hold of it."""
+    """Checks the invariants at each step, for all slots."""
 
     def __init__(self, state: DecodeState, needs: Any, most: int):
         self.state, self.needs, self.most, self.count = state, needs, most, 0
