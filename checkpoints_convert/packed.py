@@ -89,6 +89,11 @@ class Scheme:
     ignored: tuple[str, ...] = ()
 
 
+_FLOAT: dict[str, Any] = {"kind": "float", "bits": 8, "values": "weight", "scale": "weight_scale"}
+_FP4: dict[str, Any] = {"kind": "fp4", "bits": 4, "scale": "weight_scale", "group": _FP4_GROUP}
+_WORDS: dict[str, Any] = {"values": "qweight", "scale": "scales", "is_symmetric": False}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Packed:
     """A matrix [out, in] of fewer bits.
@@ -272,16 +277,7 @@ def _compressed(said: Mapping[str, Any]) -> Scheme:
         if strategy not in ("tensor", "channel", "group", "block"):
             raise ValueError(_refusal(f"strategy={strategy!r}", "use channel, tensor or block"))
         block = _block(weights.get("block_structure")) if strategy == "block" else None
-        return Scheme(
-            name=name,
-            kind="float",
-            bits=8,
-            values="weight",
-            scale="weight_scale",
-            group=group,
-            block=block,
-            ignored=ignored,
-        )
+        return Scheme(name=name, **_FLOAT, group=group, block=block, ignored=ignored)
     if format == "pack-quantized" and kind in (None, "int"):
         if strategy not in ("channel", "group"):
             raise ValueError(_refusal(f"strategy={strategy!r}", "use group or channel"))
@@ -297,17 +293,8 @@ def _compressed(said: Mapping[str, Any]) -> Scheme:
         )
     if format == "nvfp4-pack-quantized":
         _group(weights.get("group_size"), lambda n: n == _FP4_GROUP)
-        return Scheme(
-            name=name,
-            kind="fp4",
-            bits=4,
-            values="weight_packed",
-            scale="weight_scale",
-            group=_FP4_GROUP,
-            whole="weight_global_scale",
-            is_divided=True,
-            ignored=ignored,
-        )
+        whole: dict[str, Any] = {"whole": "weight_global_scale", "is_divided": True}
+        return Scheme(name=name, **_FP4, values="weight_packed", **whole, ignored=ignored)
     rule = "use float-quantized of floats, pack-quantized of ints, or nvfp4-pack-quantized"
     what = f"compressed-tensors format={format!r} of type={kind!r}"
     raise ValueError(_refusal(what, rule))
@@ -326,10 +313,7 @@ def _fp8(said: Mapping[str, Any]) -> Scheme:
     size = said.get("weight_block_size")
     return Scheme(
         name="fp8" if size is None else "fp8, blockwise",
-        kind="float",
-        bits=8,
-        values="weight",
-        scale="weight_scale_inv",
+        **_FLOAT | {"scale": "weight_scale_inv"},
         block=None if size is None else _block(size),
         ignored=_names(said.get("modules_to_not_convert")),
     )
@@ -339,26 +323,11 @@ def _modelopt(said: Mapping[str, Any], ignored: Any) -> Scheme:
     method = said.get("quant_algo")
     name = f"ModelOpt {method}"
     if method == "FP8":
-        return Scheme(
-            name=name,
-            kind="float",
-            bits=8,
-            values="weight",
-            scale="weight_scale",
-            ignored=_names(ignored),
-        )
+        return Scheme(name=name, **_FLOAT, ignored=_names(ignored))
     if method == "NVFP4":
         _group(said.get("group_size", _FP4_GROUP), lambda n: n == _FP4_GROUP)
-        return Scheme(
-            name=name,
-            kind="fp4",
-            bits=4,
-            values="weight",
-            scale="weight_scale",
-            group=_FP4_GROUP,
-            whole="weight_scale_2",
-            ignored=_names(ignored),
-        )
+        of = {"values": "weight", "whole": "weight_scale_2", "ignored": _names(ignored)}
+        return Scheme(name=name, **_FP4, **of)
     raise ValueError(_refusal(f"ModelOpt quant_algo={method!r}", "use FP8 or NVFP4"))
 
 
@@ -374,10 +343,8 @@ def _gptq(said: Mapping[str, Any]) -> Scheme:
         name="GPTQ" if form == "gptq" else "GPTQ v2",
         kind="gptq",
         bits=_bits(said.get("bits"), (4, 8)),
-        values="qweight",
-        scale="scales",
         group=_group(said.get("group_size"), lambda n: n > 0 or n == -1),
-        is_symmetric=False,
+        **_WORDS,
     )
 
 
@@ -390,10 +357,8 @@ def _awq(said: Mapping[str, Any]) -> Scheme:
         name="AWQ",
         kind="awq",
         bits=_bits(bits, (4,)),
-        values="qweight",
-        scale="scales",
         group=_group(said.get("group_size", said.get("q_group_size")), lambda n: n > 0 or n == -1),
-        is_symmetric=False,
+        **_WORDS,
         ignored=_names(said.get("modules_to_not_convert")),
     )
 

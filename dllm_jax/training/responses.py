@@ -11,7 +11,7 @@ import json
 import pathlib
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -24,6 +24,9 @@ from dllm_jax.strategies.core.state import FINISH_REASONS
 from dllm_jax.tasks import problems
 from dllm_jax.training import stream
 
+if TYPE_CHECKING:
+    from dllm_jax.training import dflash
+
 STORED = "responses.npz"
 
 
@@ -31,29 +34,22 @@ def regenerate(
     target: Model,
     prompts: Iterator[list[list[int]]],
     folder: pathlib.Path,
+    config: "dflash.TrainConfig",
     *,
-    num_responses: int,
-    batch_size: int,
-    max_tokens: int,
-    row_len: int,
-    greedy_share: float,
-    seed: int,
-    response_seconds: float | None = None,
     max_seconds: float | None = None,
     say: Callable[[str], None] = print,
 ) -> dict[str, np.ndarray] | None:
     """The target's answers, stored under `folder`; stored ones are not decoded again.
 
     Args:
-        prompts: Batches of `batch_size` prompts, starting with the first that is not stored.
-        row_len: Texts are cut to this many tokens.
-        greedy_share: Share of greedy rows of a batch, which come first.
-        response_seconds: Stop after this time with the answers so far.
+        prompts: Batches of `response_batch` prompts, starting with the first that is not stored.
+        config: Greedy rows of a batch, its `greedy_share`, come first. After `response_seconds` the
+            answers so far are taken.
         max_seconds: Stop after this time; the next call continues with the next batch.
 
     Returns:
-        `tokens` [N row_len] i32 (0 past the end), `prompt_len` and `length` i32, including the end
-        of sequence. None if `max_seconds` passed before all answers were decoded.
+        `tokens` [N row_tokens] i32 (0 past the end), `prompt_len` and `length` i32, including the
+        end of sequence. None if `max_seconds` passed before all answers were decoded.
 
     Raises:
         ValueError: No prompt leaves room for an answer.
@@ -63,9 +59,10 @@ def regenerate(
         with np.load(stored) as kept:
             return dict(kept)
     began = time.monotonic()
-    num_batches = max(1, -(-num_responses // batch_size))
+    batch_size, row_len = config.response_batch, config.row_tokens
+    num_batches = max(1, -(-config.num_responses // batch_size))
     done = len(list(folder.glob("responses-*.npz")))
-    temperature = np.where(np.arange(batch_size) < greedy_share * batch_size, 0.0, 1.0)
+    temperature = np.where(np.arange(batch_size) < config.greedy_share * batch_size, 0.0, 1.0)
     stop = (target.defaults.stop_token_ids or (0,))[0]
     waiting: tuple[int, np.ndarray, np.ndarray, Any] | None = None
 
@@ -79,14 +76,14 @@ def regenerate(
         padded, lengths = pad(next(prompts), batch_size)
         out = decode(
             target, padded, lengths, temperature.astype(np.float32),
-            jax.random.fold_in(jax.random.key(seed), index),
-            max_tokens=max_tokens,
+            jax.random.fold_in(jax.random.key(config.seed), index),
+            max_tokens=config.response_tokens,
         )  # fmt: skip
         if waiting is not None:  # while the device decodes the next batch
             keep(*waiting)
         waiting = (index, padded, lengths, out)
         spent = time.monotonic() - began
-        if response_seconds is not None and spent > response_seconds:
+        if config.response_seconds is not None and spent > config.response_seconds:
             break
         if max_seconds is not None and spent > max_seconds and index + 1 < num_batches:
             keep(*waiting)
