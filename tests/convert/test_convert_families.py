@@ -241,7 +241,8 @@ def test_the_experts_bias_is_float32_whatever_the_type(dtype, tiny, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("family", "dtype"), [*((family, "bfloat16") for family in FAMILIES), ("llada2", "auto")]
+    ("family", "dtype"),
+    [*((f, "bfloat16") for f in FAMILIES), ("llada2", "auto"), ("sdar", "float16")],
 )
 def test_converted_folder_restores_bit_for_bit(family, dtype, tiny, tmp_path):
     direct, report = load_params(tiny(family), dtype)
@@ -255,6 +256,8 @@ def test_converted_folder_restores_bit_for_bit(family, dtype, tiny, tmp_path):
         report.config,
         report.defaults,
     )
+    cast = jax.tree.map(lambda leaf: leaf.astype("float32"), direct)
+    assert_same(load_params(folder, "float32")[0], cast)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
