@@ -40,91 +40,173 @@ def fails(capsys):
     return run
 
 
-def test_unknown_verb_gets_a_suggestion(fails):
-    assert fails(2, "genrate") == "verb 'genrate' is unknown; did you mean 'generate'?"
-    assert "use one of generate, chat" in fails(2, "xyz")
-
-
-def test_a_tokenizer_that_is_none_is_refused(fails, tmp_path):
-    said = "; give the folder of a fast tokenizer, or a hub id org/name"
-    assert fails(1, "generate", "x", "--tokenizer=x") == f"tokenizer='x' is no folder{said}"
-    message = fails(1, "generate", "x", "--tokenizer", str(tmp_path))
-    assert message.endswith(f"holds no tokenizer.json{said}")
-
-
-@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--tp"])
-def test_more_devices_than_there_are_are_refused_by_name(fails, flag):
-    assert "must be a whole number in [1," in fails(2, "generate", "x", flag, "0")
-    said = fails(1, "generate", "x", flag, "9")
-    assert "tensor_parallel_size=9 needs 9 devices, this process sees 8 (cpu)" in said
-
-
-def test_unknown_flag_is_named(fails):
-    message = fails(2, "generate", "x", "--max-token", "3")
-    assert message == (
-        "unknown argument '--max-token'; did you mean '--max-tokens'? see "
-        "`dllm-jax generate --help`"
-    )
-    message = fails(2, "bench", "throughput", "--num-prompt", "3")
-    assert "did you mean '--num-prompts'?" in message
-    message = fails(2, "bench", "step", "--num-prompts", "3")  # of another verb
-    assert message == "unknown argument '--num-prompts'; see `dllm-jax bench --help`"
-    words = fails(2, "generate", "How", "many", "legs")
-    assert words.startswith("unknown argument 'many'; a text of several words goes in quotes; see")
-    assert fails(2, "info", "--draft", "x").startswith("unknown argument '--draft'; see")
+WHOLE = "must be a whole number"
+LIST = "is not a list of whole numbers (e.g. 1,8) or none; give one"
+# Status, words, and what the line has; M is a model's folder, T one with some files.
+REFUSED = [
+    (2, ["genrate"], "verb 'genrate' is unknown; did you mean 'generate'?"),
+    (2, ["xyz"], "use one of generate, chat"),
+    (2, ["info", "--draft", "x"], "unknown argument '--draft'; see"),
+    (2, ["bench", "throughput", "--num-prompt", "3"], "did you mean '--num-prompts'?"),
+    (  # of another verb
+        2,
+        ["bench", "step", "--num-prompts", "3"],
+        "unknown argument '--num-prompts'; see `dllm-jax bench --help`",
+    ),
+    (1, ["convert", "M", "T"], "exists already"),
+    (2, ["inspect", ""], "SRC is empty; give a folder"),
+    (2, ["inspect", "random:JetLM/SDAR-1.7B-Chat"], "has no files: its weights are drawn when"),
+    (2, ["eval", "--strategy", "multi_bd", "--strategy", "multi_bd"], "given twice"),
+    (2, ["eval", "--strategy", "multi_bd,x"], "'x' is not KEY=VALUE"),
+    (
+        2,
+        ["eval", "--set", "nosuch=3"],
+        "nosuch=3: none of block_diffusion, multi_bd takes nosuch; leave it out",
+    ),
+    (
+        2,
+        ["eval", "--strategy", "block_diffusion", "--buffer-size", "2"],
+        "none of block_diffusion takes buffer_size",
+    ),
+    (2, ["train", "--out", "x", "--steps", "0"], f"--steps: value=0 {WHOLE}"),
+    (2, ["train"], "required: --output"),
+    (
+        2,
+        ["train", "ar", "--out", "x", "--anchors", "4"],
+        "--anchors is not of `train ar`; leave it out, or train dflash",
+    ),
+    (2, ["train", "dflash", "--out", "x"], "needs a --target"),
+    (2, ["train", "sdrr", "--out", "x"], "'sdrr'"),
+    *(
+        (
+            2,
+            ["train", "dflash", "--out", "x", "--target-layer-ids", ids],
+            f"--target-layer-ids: {ids!r} is no list of layers, counted from 0; write",
+        )
+        for ids in ("1,x", "", "1,,2", "-1")
+    ),
+    (2, ["serve", "--nnodes", "2"], "--nnodes 2 needs --coordinator HOST:PORT"),
+    (2, ["serve", "--coordinator", "a:1"], "--coordinator is for several hosts; give --nnodes"),
+    (
+        2,
+        ["serve", "--nnodes", "2", "--node-rank", "2", "--coordinator", "a:1"],
+        "--node-rank 2 is not in [0, 1]",
+    ),
+]
+# The same of `generate` with a prompt, where none is given.
+GENERATE = [
+    (1, ["--tokenizer=x"], "tokenizer='x' is no folder; give the folder of a fast tokenizer, or"),
+    (1, ["--tokenizer", "T"], "holds no tokenizer.json; give the folder of a fast tokenizer, or"),
+    *((2, [flag, "0"], f"{WHOLE} in [1,") for flag in ("--tensor-parallel-size", "--tp")),
+    (1, ["--tp", "9"], "tensor_parallel_size=9 needs 9 devices, this process sees 8 (cpu)"),
+    (
+        2,
+        ["--max-token", "3"],
+        "unknown argument '--max-token'; did you mean '--max-tokens'? see `dllm-jax generate ",
+    ),
+    (2, ["many"], "unknown argument 'many'; a text of several words goes in quotes; see"),
+    (2, ["--max-tokens", "0"], f"--max-tokens: value=0 {WHOLE} in [1, 2147"),
+    (2, ["--max-tokens", "many"], f"--max-tokens: value='many' {WHOLE} in [1, 2"),
+    (2, ["--temperature", "-1"], "--temperature: value=-1.0 must be a number in [0, 1000000.0]"),
+    (2, ["--temperature", "inf"], "--temperature: value=inf must be a number in [0, "),
+    (2, ["--temperature", "nan"], "--temperature: value=nan must be a number in [0, "),
+    (2, ["--top-p", "0"], "--top-p: value=0.0 must be above 0; choose a larger one"),
+    (2, ["--top-k", "-2"], f"--top-k: value=-2 {WHOLE} in [-1, "),
+    *(
+        (2, [flag, text + "99999999999"], f"value=99999999999 {WHOLE}")
+        for flag, text in (("--top-k", ""), ("--max-nfe", ""), ("--stop-token-ids", "3,"))
+    ),
+    (2, ["--accept-threshold", "nan"], "--accept-threshold: value=nan must be a number in [0"),
+    (2, ["--stop-token-ids", "a,b"], f"value='a' {WHOLE} in [0, 2147483647]"),
+    (2, ["--dtype", "int8"], "invalid choice: 'int8'"),
+    (2, ["--page-size", "0"], f"--page-size: value=0 {WHOLE}"),
+    (2, ["--memory-utilization", "1.5"], "value=1.5 must be a number in [0, 1]"),
+    (2, ["--attention-implementation", "flash"], "invalid choice: 'flash'"),
+    (2, ["--strategy", "fancy", "--model", "M"], "strategy='fancy' is unknown"),
+    (2, ["--strategy", "fancy", "--model", "M"], "ar, block_diffusion, d2f"),
+    (2, ["--half", "plain"], "--half is about problems drawn by --seed"),
+    (2, ["--watch-delay", "1"], "--watch-delay goes with --watch"),
+    (2, ["--watch", "--json"], "--watch shows one prompt"),
+    (2, ["--prompt-file", "T"], "give one of them"),
+    (1, ["--model", "builtin:huge"], "'builtin:huge' is no built-in model; known are"),
+    (1, ["--model", ""], "model '' is empty; give a folder"),
+    (1, ["--model", "T/nowhere"], "nowhere' does not exist; give a folder"),
+    (1, ["--model", "T"], "no config.json in the folder"),
+    (1, ["--max-model-len", "9999"], "max_model_len=9999 is more than the model's 512 positions"),
+]
+FIELDS = [  # of --set
+    ("", "remasking", "'remasking' is not KEY=VALUE"),
+    ("", "speed=3", "speed=3: MultiBD has no such field; its fields are accept_"),
+    ("", "accept_threshold=high", "accept_threshold='high' is not a number"),
+    ("", "accept_threshold=none", "accept_threshold=none is not a number"),
+    ("", "buffer_size=2.5", "buffer_size=2.5 is not a whole number in [1, "),
+    ("", "buffer_size=true", "buffer_size=true is not a whole number"),
+    ("", "block_size=0", "block_size=0 is not a whole number in [1, "),
+    ("", "needs=3", "needs is not settable; its fields are accept_threshold, "),
+    ("--block-size=8", "block_size=4", "block_size is already 8"),
+    *(
+        ("--strategy=block_diffusion", pair, words)
+        for pair, words in (
+            ("remasking=none", "remasking=none is not one of sequential, static, dynamic, entropy"),
+            ("remasking=zzz", "remasking='zzz' is not one of sequential, static"),
+            ("denoising_steps=1.5", "denoising_steps=1.5 is not a whole number or none"),
+            ("denoising_steps=99999999999", "=99999999999 is not a whole number in [-2"),
+        )
+    ),
+    *(
+        ("--strategy=dflash", pair, "{}={!r} ".format(*pair.split("=")) + words)
+        for pair, words in (
+            ("widths=wide", LIST),
+            ("widths=1,8.5", LIST),
+            ("widths=[1,true]", LIST),
+            ("widths=1,,8", LIST),
+            ("target_layer_ids=[]", LIST),
+            ("widths=1,99999999999", LIST),
+            ("costs=cheap", "is not a list of numbers (e.g. 1,8) or none; give one"),
+            ("width=1,8", "is not a whole number or none; give one"),
+        )
+    ),
+]
+PROMPTS = [
+    (2, "", "the prompt is empty; give at least one word"),
+    (2, "   ", "the prompt is empty; give at least one word"),
+    (2, None, "no prompt given; give PROMPT"),
+    (1, "7" * 300, "the prompt has 302 tokens but"),
+    (1, "7" * 300, "takes 256"),
+    (1, "7" * 300, "shorten the prompt"),
+    (1, "caf\udce9", "is half a character; give the text as UTF-8"),  # what Python makes of 0xe9
+]
+SHOWS_NOTHING = [  # without a prompt a problem is drawn
+    (2, ["--prompt-file", "T/blank"], "holds no prompt"),
+    (1, ["--prompt-file", "T/latin"], "is not UTF-8: byte 0xe9 at offset 3; save it as UTF-8"),
+    (1, ["--prompt-file", "T/none"], "cannot be read: No such file"),
+    (1, ["--block-size", "9999"], f"block_size=9999 {WHOLE} in [1, 512]; choose a value there"),
+    (1, ["--max-model-len", "32"], "tokens; the engine takes 32, prompt and text together"),
+]
 
 
 @pytest.mark.parametrize(
-    ("argv", "reported"),
+    ("status", "argv", "reported"),
     [
-        (
-            ["--max-tokens", "0"],
-            "--max-tokens: value=0 must be a whole number in [1, 2147",
+        *REFUSED,
+        *((status, ["generate", PROMPT, *argv], words) for status, argv, words in GENERATE),
+        *(
+            (2, ["generate", PROMPT, "--model", "M", *filter(None, [flag]), "--set", pair], words)
+            for flag, pair, words in FIELDS
         ),
-        (["--max-tokens", "many"], "--max-tokens: value='many' must be a whole number in [1, 2"),
-        (
-            ["--temperature", "-1"],
-            "--temperature: value=-1.0 must be a number in [0, 1000000.0]",
+        *(
+            (status, ["generate", *([] if text is None else [text]), "--model", "M"], words)
+            for status, text, words in PROMPTS
         ),
-        (["--top-p", "0"], "--top-p: value=0.0 must be above 0; choose a larger one"),
-        (["--temperature", "inf"], "--temperature: value=inf must be a number in [0, "),
-        (["--temperature", "nan"], "--temperature: value=nan must be a number in [0, "),
-        (["--top-k", "-2"], "--top-k: value=-2 must be a whole number in [-1, "),
-        (
-            ["--top-k", "99999999999"],
-            "--top-k: value=99999999999 must be a whole number",
-        ),
-        (
-            ["--max-nfe", "99999999999"],
-            "--max-nfe: value=99999999999 must be a whole number",
-        ),
-        (
-            ["--stop-token-ids", "3,99999999999"],
-            "value=99999999999 must be a whole number",
-        ),
-        (
-            ["--accept-threshold", "nan"],
-            "--accept-threshold: value=nan must be a number in [0",
-        ),
-        (["--stop-token-ids", "a,b"], "value='a' must be a whole number in [0, 2147483647]"),
-        (["--set", "remasking"], "'remasking' is not KEY=VALUE"),
-        (["--dtype", "int8"], "invalid choice: 'int8'"),
-        (["--page-size", "0"], "--page-size: value=0 must be a whole number"),
-        (
-            ["--memory-utilization", "1.5"],
-            "--memory-utilization: value=1.5 must be a number in [0, 1]",
-        ),
-        (["--attention-implementation", "flash"], "invalid choice: 'flash'"),
+        *((status, ["generate", *argv], words) for status, argv, words in SHOWS_NOTHING),
     ],
 )
-def test_bad_flag_value_names_flag_value_and_rule(fails, argv, reported):
-    assert reported in fails(2, "generate", PROMPT, *argv)
-
-
-def test_unknown_strategy_lists_the_known_ones(fails, random_folder):
-    message = fails(2, "generate", PROMPT, "--strategy", "fancy", "--model", str(random_folder))
-    assert "strategy='fancy' is unknown" in message
-    assert "ar, block_diffusion, d2f" in message
+def test_what_cannot_be_meant_is_one_line(fails, random_folder, tmp_path, status, argv, reported):
+    (tmp_path / "blank").write_text("\n \n")
+    (tmp_path / "latin").write_bytes(b"caf\xe9 for 3 dollars\n")
+    places = {"M": str(random_folder), "T": str(tmp_path)}
+    argv = [places.get(word, word.replace("T/", f"{tmp_path}/")) for word in argv]
+    assert reported in fails(status, *argv)
 
 
 def test_strategy_file_and_name_must_exist(fails, tmp_path):
@@ -133,56 +215,6 @@ def test_strategy_file_and_name_must_exist(fails, tmp_path):
     missing.write_text("x = 1\n")
     assert "has no 'step'" in fails(2, "generate", PROMPT, "--strategy", f"{missing}:step")
     assert "cannot import no_such" in fails(2, "generate", PROMPT, "--strategy", "no_such:step")
-
-
-@pytest.mark.parametrize(
-    ("argv", "reported"),
-    [
-        (["--set", "speed=3"], "speed=3: MultiBD has no such field; its fields are accept_"),
-        (["--set", "accept_threshold=high"], "accept_threshold='high' is not a number"),
-        (["--set", "accept_threshold=none"], "accept_threshold=none is not a number"),
-        (["--set", "buffer_size=2.5"], "buffer_size=2.5 is not a whole number in [1, "),
-        (["--set", "buffer_size=true"], "buffer_size=true is not a whole number"),
-        (["--set", "block_size=0"], "block_size=0 is not a whole number in [1, "),
-        (["--set", "needs=3"], "needs is not settable; its fields are accept_threshold, "),
-        (["--block-size", "8", "--set", "block_size=4"], "block_size is already 8"),
-    ],
-)
-def test_bad_strategy_field_is_named(fails, random_folder, argv, reported):
-    assert reported in fails(2, "generate", PROMPT, "--model", str(random_folder), *argv)
-
-
-@pytest.mark.parametrize(
-    ("pair", "reported"),
-    [
-        ("remasking=none", "remasking=none is not one of sequential, static, dynamic, entropy, "),
-        ("remasking=zzz", "remasking='zzz' is not one of sequential, static"),
-        ("denoising_steps=1.5", "denoising_steps=1.5 is not a whole number or none"),
-        ("denoising_steps=99999999999", "denoising_steps=99999999999 is not a whole number in [-2"),
-    ],
-)
-def test_bad_field_of_block_diffusion_is_named(fails, pair, reported):
-    assert reported in fails(2, "generate", "--strategy", "block_diffusion", "--set", pair)
-
-
-NUMBERS = "is not a list of whole numbers (e.g. 1,8) or none; give one"
-
-
-@pytest.mark.parametrize(
-    ("pair", "reported"),
-    [
-        ("widths=wide", f"widths='wide' {NUMBERS}"),
-        ("widths=1,8.5", f"widths='1,8.5' {NUMBERS}"),
-        ("widths=[1,true]", f"widths='[1,true]' {NUMBERS}"),
-        ("widths=1,,8", f"widths='1,,8' {NUMBERS}"),
-        ("target_layer_ids=[]", f"target_layer_ids='[]' {NUMBERS}"),
-        ("widths=1,99999999999", f"widths='1,99999999999' {NUMBERS}"),
-        ("costs=cheap", "costs='cheap' is not a list of numbers (e.g. 1,8) or none; give one"),
-        ("width=1,8", "width='1,8' is not a whole number or none; give one"),
-    ],
-)
-def test_bad_list_field_of_dflash_is_named(fails, pair, reported):
-    assert reported in fails(2, "generate", PROMPT, "--strategy", "dflash", "--set", pair)
 
 
 @pytest.mark.parametrize(
@@ -259,17 +291,6 @@ def test_exit_with_words_is_one_line(fails, monkeypatch):
     assert re.fullmatch(r"SystemExit: bye \(.*test_cli_errors\.py:\d+\)", fails(1, "info"))
 
 
-@pytest.mark.parametrize(
-    ("argv", "reported"),
-    [
-        (["x", "--half", "plain"], "--half is about problems drawn by --seed"),
-        (["x", "--watch-delay", "1"], "--watch-delay goes with --watch"),
-    ],
-)
-def test_flag_without_its_purpose_is_refused(fails, argv, reported):
-    assert reported in fails(2, "generate", *argv)
-
-
 def test_stdin_that_is_not_read_is_noted(tmp_path):
     code = "from dllm_jax.cli.prompts import stdin_waits; print(stdin_waits())"
 
@@ -293,37 +314,6 @@ def test_stdin_that_is_not_read_is_noted(tmp_path):
         assert reported(stdin=file) == "True"
 
 
-@pytest.mark.parametrize("prompt", ["", "   "])
-def test_empty_prompt(fails, prompt):
-    assert "the prompt is empty; give at least one word" in fails(2, "generate", prompt)
-
-
-def test_no_prompt_for_a_model_without_problems(fails, random_folder):
-    assert "no prompt given; give PROMPT" in fails(2, "generate", "--model", str(random_folder))
-
-
-def test_two_prompts_at_once(fails, tmp_path):
-    assert "give one of them" in fails(2, "generate", PROMPT, "--prompt-file", str(tmp_path))
-
-
-def test_prompt_file_without_prompts(fails, tmp_path):
-    (tmp_path / "p").write_text("\n \n")
-    assert "holds no prompt" in fails(2, "generate", "--prompt-file", str(tmp_path / "p"))
-
-
-def test_prompt_file_that_is_not_utf8(fails, tmp_path):
-    (tmp_path / "p").write_bytes(b"caf\xe9 for 3 dollars\n")
-    message = fails(1, "generate", "--prompt-file", str(tmp_path / "p"))
-    assert "is not UTF-8: byte 0xe9 at offset 3; save it as UTF-8" in message
-
-
-def test_prompt_that_is_not_utf8(fails, random_folder):
-    # What Python makes of the byte 0xe9 on a command line.
-    message = fails(1, "generate", "caf\udce9", "--model", str(random_folder))
-    assert "is not UTF-8" in message
-    assert "is half a character; give the text as UTF-8" in message
-
-
 def test_stdin_that_is_closed(fails, monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
     message = fails(1, "generate", "-")
@@ -339,33 +329,6 @@ def test_a_random_model_reads_no_text(fails, monkeypatch, verb):
     )
 
 
-def test_prompt_file_that_is_not_there(fails, tmp_path):
-    message = fails(1, "generate", "--prompt-file", str(tmp_path / "none"))
-    assert "cannot be read: No such file" in message
-
-
-def test_unknown_builtin_model(fails):
-    message = fails(1, "generate", PROMPT, "--model", "builtin:huge")
-    assert "'builtin:huge' is no built-in model; known are" in message
-
-
-def test_sources_that_name_no_folder(fails):
-    assert "model '' is empty; give a folder" in fails(1, "generate", PROMPT, "--model", "")
-    assert "SRC is empty; give a folder" in fails(2, "inspect", "")
-    message = fails(2, "inspect", "random:JetLM/SDAR-1.7B-Chat")
-    assert "has no files: its weights are drawn when it is loaded" in message
-
-
-def test_unknown_folder(fails, tmp_path):
-    message = fails(1, "generate", PROMPT, "--model", str(tmp_path / "nowhere"))
-    assert "nowhere' does not exist; give a folder" in message
-
-
-def test_folder_without_config(fails, tmp_path):
-    message = fails(1, "generate", PROMPT, "--model", str(tmp_path))
-    assert f"{tmp_path}: no config.json in the folder" in message
-
-
 def test_corrupt_shard(fails, random_folder, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(random_folder, broken)
@@ -374,24 +337,6 @@ def test_corrupt_shard(fails, random_folder, tmp_path):
     message = fails(1, "generate", PROMPT, "--model", str(broken))
     assert "model.safetensors" in message
     assert str(broken) in message
-
-
-def test_prompt_longer_than_the_model(fails, random_folder):
-    message = fails(1, "generate", "7" * 300, "--model", str(random_folder))
-    assert "the prompt has 302 tokens but" in message
-    assert "takes 256" in message
-    assert "shorten the prompt" in message
-
-
-def test_sizes_that_do_not_fit_are_refused_before_anything_is_printed(fails):
-    reported = "block_size=9999 must be a whole number in [1, 512]; choose a value there"
-    assert (
-        fails(1, "generate", "--block-size", "9999") == reported
-    )  # draws a problem, and shows none
-    message = fails(1, "generate", PROMPT, "--max-model-len", "9999")
-    assert message == "max_model_len=9999 is more than the model's 512 positions; lower it"
-    message = fails(1, "generate", "--max-model-len", "32")
-    assert "tokens; the engine takes 32, prompt and text together" in message
 
 
 @pytest.mark.slow
@@ -424,23 +369,6 @@ def test_model_without_tokenizer(fails, random_folder, tmp_path):
     assert "has no tokenizer to read text with; " in message
 
 
-def test_watch_wants_one_prompt(fails):
-    assert "--watch shows one prompt" in fails(2, "generate", PROMPT, "--watch", "--json")
-
-
-def test_eval_names_a_strategy_given_twice(fails):
-    argv = ["--strategy", "multi_bd", "--strategy", "multi_bd"]
-    assert "given twice" in fails(2, "eval", *argv)
-    assert "'x' is not KEY=VALUE" in fails(2, "eval", "--strategy", "multi_bd,x")
-
-
-def test_eval_refuses_a_field_that_no_strategy_has(fails):
-    message = fails(2, "eval", "--set", "nosuch=3")
-    assert message == "nosuch=3: none of block_diffusion, multi_bd takes nosuch; leave it out"
-    argv = ["--strategy", "block_diffusion", "--buffer-size", "2"]
-    assert "none of block_diffusion takes buffer_size" in fails(2, "eval", *argv)
-
-
 @pytest.mark.parametrize(
     ("name", "reported"),
     [
@@ -464,24 +392,6 @@ def test_inspect_of_a_bad_folder_reports_and_fails(capsys, tmp_path):
     assert "problem: no config.json" in captured.out
     assert captured.err.startswith("error: ")
     assert captured.err.count("\n") == 1
-
-
-def test_convert_refuses_an_existing_target(fails, random_folder, tmp_path):
-    assert "exists already" in fails(1, "convert", str(random_folder), str(tmp_path))
-
-
-def test_train_checks_flags(fails):
-    assert "--steps: value=0 must be a whole number" in fails(
-        2, "train", "--out", "x", "--steps", "0"
-    )
-    assert "required: --output" in fails(2, "train")
-    said = fails(2, "train", "ar", "--out", "x", "--anchors", "4")
-    assert "--anchors is not of `train ar`; leave it out, or train dflash" in said
-    assert "needs a --target" in fails(2, "train", "dflash", "--out", "x")
-    for ids in ("1,x", "", "1,,2", "-1"):
-        said = fails(2, "train", "dflash", "--out", "x", "--target-layer-ids", ids)
-        assert f"--target-layer-ids: {ids!r} is no list of layers, counted from 0; write" in said
-    assert "'sdrr'" in fails(2, "train", "sdrr", "--out", "x")
 
 
 def test_unexpected_failure_is_one_line_with_its_type(fails, monkeypatch):
@@ -537,15 +447,3 @@ def test_a_server_without_its_packages_says_how_to_install_them(fails, monkeypat
     assert fails(2, "serve") == (
         f"serve needs the package {missing}; in the clone, pip install -e '.[server]'"
     )
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--nnodes 2", "--nnodes 2 needs --coordinator HOST:PORT"),
-        ("--coordinator a:1", "--coordinator is for several hosts; give --nnodes"),
-        ("--nnodes 2 --node-rank 2 --coordinator a:1", "--node-rank 2 is not in [0, 1]"),
-    ],
-)
-def test_hosts_of_a_server_that_do_not_fit_together_are_refused(fails, words, said):
-    assert fails(2, "serve", *words.split()).startswith(said)

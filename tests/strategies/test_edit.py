@@ -49,33 +49,11 @@ def decode_both(
     buffer_size: int = 2,
 ) -> tuple[Trace, Edited]:
     """A script through the strategy and through the list decoder."""
-    trace = run_script(
-        strategies.Edit(
-            accept_threshold=accept,
-            edit_threshold=edit,
-            add_block_threshold=add,
-            max_post_edit_steps=budget,
-            block_size=block_size,
-            buffer_size=buffer_size,
-        ),
-        case.prompt,
-        case.token,
-        case.prob,
-        **case.limits,
-    )
-    truth = edit_decode(
-        case.prompt,
-        case.token,
-        case.prob,
-        accept_threshold=accept,
-        edit_threshold=edit,
-        add_block_threshold=add,
-        max_post_edit_steps=budget,
-        block_size=block_size,
-        buffer_size=buffer_size,
-        **case.limits,
-    )
-    return trace, truth
+    fields = {"accept_threshold": accept, "edit_threshold": edit, "add_block_threshold": add}
+    fields |= {"max_post_edit_steps": budget, "block_size": block_size, "buffer_size": buffer_size}
+    scripted = (case.prompt, case.token, case.prob)
+    trace = run_script(strategies.Edit(**fields), *scripted, **case.limits)
+    return trace, edit_decode(*scripted, **fields, **case.limits)
 
 
 def follow(forwards: list[Forward], prompt: list[int], **fields: Any) -> Trace:

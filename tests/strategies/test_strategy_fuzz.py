@@ -144,29 +144,13 @@ def compare_multi_bd(block_size: int, buffer_size: int, first: int, count: int) 
         accept, add, semi = (draw_threshold(rng) for _ in range(3))
         if rng.random() < 0.15:  # blocks open at once and fill slowly: the window is full
             accept, add, semi = 0.9, 0.0, 1.5
-        trace = run_script(
-            strategies.MultiBD(
-                accept_threshold=accept,
-                add_block_threshold=add,
-                semi_complete_threshold=semi,
-                block_size=block_size,
-                buffer_size=buffer_size,
-            ),
-            case.prompt,
-            case.token,
-            case.prob,
-            **case.limits,
+        sizes = {"block_size": block_size, "buffer_size": buffer_size, "add_block_threshold": add}
+        strategy = strategies.MultiBD(
+            accept_threshold=accept, semi_complete_threshold=semi, **sizes
         )
-        truth = list_decode(
-            multi_bd_rule(accept, semi),
-            case.prompt,
-            case.token,
-            case.prob,
-            block_size=block_size,
-            buffer_size=buffer_size,
-            add_block_threshold=add,
-            **case.limits,
-        )
+        scripted = (case.prompt, case.token, case.prob)
+        trace = run_script(strategy, *scripted, **case.limits)
+        truth = list_decode(multi_bd_rule(accept, semi), *scripted, **sizes, **case.limits)
         check_agreement(trace, truth, seed)
         check_invariants(trace, case, block_size, seed)
         traces.append(trace)
@@ -222,37 +206,13 @@ def compare_block_diffusion(
                 case.token[:] = case.token[:, :1]
             else:
                 case.prob[:] = rng.random(case.prob.shape)
-        trace = run_script(
-            strategies.BlockDiffusion(
-                remasking=remasking,
-                accept_threshold=accept,
-                entropy_bound=bound,
-                denoising_steps=denoising_steps,
-                block_size=block_size,
-            ),
-            case.prompt,
-            case.token,
-            case.prob,
-            **case.limits,
-        )
-        truth = Result()
-        rule: Rule = block_diffusion_rule(
-            remasking,
-            accept_threshold=accept,
-            entropy_bound=bound,
-            denoising_steps=denoising_steps,
-            result=truth,
-        )
-        list_decode(
-            rule,
-            case.prompt,
-            case.token,
-            case.prob,
-            block_size=block_size,
-            buffer_size=1,
-            result=truth,
-            **case.limits,
-        )
+        fields = {"accept_threshold": accept, "entropy_bound": bound}
+        fields |= {"denoising_steps": denoising_steps}
+        strategy = strategies.BlockDiffusion(remasking=remasking, block_size=block_size, **fields)
+        scripted = (case.prompt, case.token, case.prob)
+        trace, truth = run_script(strategy, *scripted, **case.limits), Result()
+        rule: Rule = block_diffusion_rule(remasking, **fields, result=truth)
+        list_decode(rule, *scripted, block_size=block_size, result=truth, **case.limits)
         check_invariants(trace, case, block_size, seed)
         if truth.undecided:
             undecided += 1
