@@ -215,8 +215,14 @@ def _tools(tools: Any, space: str | None = None) -> Offered:
     if tools is not None and not isinstance(tools, list):
         raise Refusal(f"tools={shown(tools)} is no list of tools; give one", param="tools")
     found = Offered([], {}, [])
-    for tool in tools or ():
+    for i, tool in enumerate(tools or ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
+        if not isinstance(kind, str):
+            raise Refusal(
+                f'tools[{i}]={shown(tool)} has no type; give "function"',
+                param=f"tools[{i}].type",
+                code="invalid_tool",
+            )
         if kind == "function":
             found.functions.append({"type": "function", "function": tool})
             if space is not None:
@@ -227,8 +233,7 @@ def _tools(tools: Any, space: str | None = None) -> Offered:
             found.spaces.update(inner.spaces)
             found.left_out.extend(inner.left_out)
         else:
-            name = tool.get("name") or kind if isinstance(tool, dict) else tool
-            found.left_out.append(str(name)[:64])
+            found.left_out.append(str(tool.get("name") or kind)[:64])
     return found
 
 

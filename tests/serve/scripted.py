@@ -90,8 +90,9 @@ class Script:
             if seed == SLEEPS and live.done:
                 time.sleep(0.3)
             most = min(live.request.params.max_tokens, self._most)
-            live.done, live.nfe = min(live.done + A_STEP, most), live.nfe + 1
-            self.tokens, self.nfe = self.tokens + A_STEP, self.nfe + 1
+            a_step = self._settings.get("a_step", A_STEP)
+            live.done, live.nfe = min(live.done + a_step, most), live.nfe + 1
+            self.tokens, self.nfe = self.tokens + a_step, self.nfe + 1
             if live.ids is not None and len(live.ids) <= most:
                 live.done = min(live.done, len(live.ids))
                 finish = "stop" if live.done == len(live.ids) else None

@@ -26,8 +26,8 @@ from tests.contract.cases import case
 from tests.contract.harness import Request, decode_paged
 
 ROOT = Path(__file__).resolve().parents[2]
-ROW = re.compile(r"^\| ([DTN]?)(\d+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
-TRAPS = {"": 30, "D": 31, "T": 38, "N": 20}  # how many of each kind, numbered from 1
+ROW = re.compile(r"^\| ([DTNA]?)(\d+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
+TRAPS = {"": 30, "D": 31, "T": 38, "N": 20, "A": 25}  # how many of each kind, numbered from 1
 NAMED = re.compile(r"`(test_\w+\.py)::(test_\w+)`")
 
 
