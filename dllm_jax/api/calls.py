@@ -13,10 +13,11 @@ from typing import Any
 
 from dllm_jax import structured
 from dllm_jax.api.prompts import request_of
+from dllm_jax.engine import checks
 from dllm_jax.engine.requests import Request, RequestOutput, SamplingParams
 from dllm_jax.loading import tool_forms, turns
 from dllm_jax.loading.tool_forms import NO_FORM, ToolForm, tool_form
-from dllm_jax.structured.offers import Offer, offered
+from dllm_jax.structured.offers import NO_OFFER, Offer, offered
 from dllm_jax.structured.tools import Piece, Tools, Turn
 
 MOST_STAGES = 64  # of a text
@@ -29,18 +30,32 @@ class Turns:
         llm: The `LLM` that writes them.
         form: Of its model.
         template_fields: What else the template reads.
+        budget: Tokens by which thoughts have ended.
 
     Raises:
-        ValueError: The model's template has no tools.
+        ValueError: The model's template has no tools, or no thoughts that could be bounded.
     """
 
-    def __init__(self, llm: Any, offer: Offer, form: ToolForm, template_fields: Mapping[str, Any]):
-        if form.name is None:
+    def __init__(
+        self,
+        llm: Any,
+        offer: Offer,
+        form: ToolForm,
+        template_fields: Mapping[str, Any],
+        budget: int | None = None,
+    ):
+        if budget is not None and not form.thinks:
+            raise ValueError(
+                f"thinking_token_budget={budget}: the chat template of {llm.model.source!r} has no "
+                "thoughts; leave it out"
+            )
+        if offer.tools and form.name is None:
             raise ValueError(
                 f"tools: the chat template of {llm.model.source!r} has none, or writes calls in a "
                 'form that is not known; use tool_format="hermes", or leave tools out'
             )
         self._llm, self._offer, self._form, self._fields = llm, offer, form, template_fields
+        self._budget = budget
         tokenizer = llm.model.tokenizer
         self._marks = structured.mark_ids(tokenizer.get_added_vocab())
         self._spelt = structured.token_bytes(tokenizer)
@@ -62,9 +77,13 @@ class Turns:
         ]
 
     def _request(self, conversation: Any, params: SamplingParams) -> Request:
-        if params.constraint is not None:
-            raise ValueError("a constraint with tools; leave one of the two out")
         offer, form, fields = self._offer, self._form, dict(self._fields)
+        answer = None
+        if (given := params.constraint) is not None:
+            tool_forms.check_answer(offer.choice, form)
+            if not isinstance(given, structured.JsonSchema):
+                raise ValueError("constraint: with tools it is a JsonSchema; give one, or none")
+            answer = given.said, given.whitespace
         said = turns.plain(list(conversation))
         shown = offer.shown if offer.choice != "none" or turns.has_calls(said) else []
         if form.is_text:
@@ -73,7 +92,11 @@ class Turns:
             fields["tools"] = shown
         request = request_of(self._llm.model, said, params, fields)
         inside = tool_forms.is_inside(request.prompt or "", form)
-        held = Tools(offer.tools, offer.choice, offer.several, form.reads, form.thinks, inside)
+        held = Tools(
+            *(offer.tools, offer.choice, offer.several, form.reads, form.thinks, inside),
+            answer=answer,
+            budget=self._budget,
+        )
         ends = tool_forms.end_ids(held.form, self._llm.model.tokenizer)
         params = dataclasses.replace(
             params, constraint=held, stop_token_ids=(*params.stop_token_ids, *ends)
@@ -93,7 +116,11 @@ class Turns:
                 following = next_stage(asked, now, walk)
                 if following is None:
                     break
-                (more,) = self._llm._run(lambda one, _: one, [following], None, False)
+                try:
+                    (more,) = self._llm._run(lambda one, _: one, [following], None, False)
+                except ValueError:  # no room is left for the arguments
+                    now = dataclasses.replace(now, finish_reason="length")
+                    break
                 if more.error is not None:
                     output = dataclasses.replace(output, error=more.error)
                     break
@@ -126,6 +153,7 @@ def turns_of(
     several: bool | None,
     form_name: str | None,
     template_fields: dict[str, Any],
+    budget: int | None = None,
 ) -> Turns | None:
     """What answers conversations with tools; None without them, or where the template sees to them.
 
@@ -134,12 +162,14 @@ def turns_of(
     from dllm_jax.loading.templates import tool_schema  # with it comes the template engine
 
     tools = None if tools is None else list(map(tool_schema, tools))
-    form = tool_form(llm.model, form_name) if tools else NO_FORM
+    if budget is not None:
+        budget = checks.whole_number("thinking_token_budget", budget, 0)
+    form = NO_FORM if not tools and budget is None else tool_form(llm.model, form_name)
     if tools and form.name is None and choice is None:
         template_fields["tools"] = tools
         return None
-    offer = offered(tools, choice, several)
-    return None if offer is None else Turns(llm, offer, form, template_fields)
+    offer = offered(tools, choice, several) or (None if budget is None else NO_OFFER)
+    return None if offer is None else Turns(llm, offer, form, template_fields, budget)
 
 
 class Walk:
@@ -148,15 +178,18 @@ class Walk:
     Args:
         grammar: With `start`, `delta`, `class_of` and `distance`; None: it is held to nothing.
         limit: Tokens that the text may have.
+        part: Tokens of its first part, after which it goes on in the state that it is in.
 
     Attributes:
         left: Tokens that it may still have.
+        state: Of the grammar.
         is_cut: A call was begun too late for its limit; what follows is not the model's.
     """
 
-    def __init__(self, grammar: Any, turn: Turn, limit: int):
+    def __init__(self, grammar: Any, turn: Turn, limit: int, part: int | None = None):
         self._grammar, self.turn, self.left = grammar, turn, limit
-        self._state = 0 if grammar is None else int(grammar.start)
+        self._part_left = limit if part is None else part
+        self.state = 0 if grammar is None else int(grammar.start)
         self.is_cut = False
         self._look()
 
@@ -168,26 +201,37 @@ class Walk:
                 break
             kept.append(token)
             self.left -= 1
+            self._part_left -= 1
             if self._grammar is not None:
                 of = self._grammar.class_of[token]
-                self._state = int(self._grammar.delta[self._state, of])
+                self.state = int(self._grammar.delta[self.state, of])
                 self._look()
         return kept
 
     def _look(self) -> None:
-        needed = 0 if self._grammar is None else int(self._grammar.distance[self._state])
+        needed = 0 if self._grammar is None else int(self._grammar.distance[self.state])
         self.is_cut = needed > 0 and self.left <= needed
+
+    @property
+    def is_part_over(self) -> bool:
+        """Whether the first part has ended, and the text goes on."""
+        return self.left > 0 and self._part_left == 0
 
     def reason(self, finish: str | None) -> str | None:
         """Why the text ended."""
-        return "length" if finish == "stop" and self.is_cut else finish
+        is_open = False  # at the limit
+        if self._grammar is not None and not self.left:
+            onto = self._grammar.delta[self.state]
+            is_open = bool(((onto != 0) & (onto != self._grammar.end)).any())
+        return "length" if finish == "stop" and (self.is_cut or is_open) else finish
 
 
 def walk_of(llm: Any, request: Request, turn: Turn) -> Walk:
     """The walk of a request's text, whose automaton is kept or compiled."""
     room = llm.engine.layout.max_model_len - len(request.prompt_token_ids)
-    grammar = llm.constraints(request).grammar
-    return Walk(grammar, turn, min(request.params.max_tokens or room, room))
+    grammar = llm.constraints.whole(request)
+    limit = min(request.params.max_tokens or room, room)
+    return Walk(grammar, turn, limit, llm.constraints.first_part(request))
 
 
 def call_id() -> str:
@@ -196,19 +240,29 @@ def call_id() -> str:
 
 
 def next_stage(request: Request, text: Any, walk: Walk) -> Request | None:
-    """The request that goes on with the arguments which a text ended before; None: there is none.
+    """The request with which a text goes on; None: there is none.
+
+    A text ends before the arguments of a call that is held by an automaton of its own, and after
+    the tokens by which its thoughts have ended.
+
 
     Args:
         text: What `request` came to (`CompletionOutput`).
     """
-    is_whole = text.finish_reason == "stop" and not isinstance(text.stop_reason, str)
-    is_whole = is_whole and not walk.is_cut
-    if walk.turn.waits is None or not is_whole or walk.left < 1:
+    tools, is_stop = request.params.constraint, not isinstance(text.stop_reason, str)
+    if walk.left < 1 or walk.is_cut:
         return None
-    tools = request.params.constraint
+    if text.finish_reason == "stop" and is_stop and walk.turn.waits is not None:
+        held = dataclasses.replace(
+            tools, stage=walk.turn.waits, inside=False, answer=None, budget=None, at=None
+        )
+    elif text.finish_reason in ("stop", "length") and is_stop and walk.is_part_over:
+        held = dataclasses.replace(tools, at=walk.state)
+    else:
+        return None
     params = dataclasses.replace(
         request.params,
-        constraint=dataclasses.replace(tools, stage=walk.turn.waits, inside=False),
+        constraint=held,
         max_tokens=walk.left,
         n=1,
     )

@@ -21,7 +21,7 @@ from dllm_jax.engine.checks import Refused
 from dllm_jax.engine.requests import Request
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import grammars
-from dllm_jax.structured.limits import too_large
+from dllm_jax.structured.limits import UNREACHABLE, too_large
 from dllm_jax.structured.worker import Worker
 
 MOST_KEPT = 128  # automata; one of a large schema has a few megabytes
@@ -57,10 +57,12 @@ class Constraints:
 
     Attributes:
         is_apart: Compile in a process of its own, one at a time.
+        max_model_len: Of the engine.
     """
 
-    def __init__(self, model: Model, strategy: Any):
+    def __init__(self, model: Model, strategy: Any, max_model_len: int = UNREACHABLE):
         self._model, self._strategy = model, strategy
+        self.max_model_len = max_model_len
         self.is_apart = False
         self._kept: OrderedDict[Any, tuple[grammars.Ready, ConstraintReport]] = OrderedDict()
         self._refusals: OrderedDict[Any, str] = OrderedDict()
@@ -72,20 +74,63 @@ class Constraints:
         Raises:
             Refused: The constraint cannot be compiled, or this model or strategy takes none.
         """
-        params = request.params
-        if params.constraint is None:
+        params, grammar = request.params, self.whole(request)
+        if grammar is None:
             return request
-        grammar, _ = self._compiled(params.constraint, self._stops(request))
         if params.constraint_confidence == "plan":
             given = grammar.arrays | {"by_mass": np.asarray(True)}
             grammar = dataclasses.replace(grammar, arrays=given)
-        return dataclasses.replace(request, grammar=grammar)
+        if (part := self.first_part(request)) is not None:
+            assert grammar.leave is not None
+            far = np.where(grammar.distance < UNREACHABLE, grammar.leave, UNREACHABLE)
+            given = grammar.arrays | {"distance": far}
+            grammar = dataclasses.replace(grammar, distance=far, arrays=given)
+            params = dataclasses.replace(params, max_tokens=part)
+        return dataclasses.replace(request, grammar=grammar, params=params)
+
+    def first_part(self, request: Request) -> int | None:
+        """Tokens of a text's first part, at the end of which its thoughts have ended.
+
+        Within it a state is as far from the end as from the end of the thoughts. What follows
+        (`calls.next_stage`) has room for the longest way to the end. None: the text is one part.
+        """
+        tools = request.params.constraint
+        if not isinstance(tools, structured.Tools) or tools.budget is None or tools.at is not None:
+            return None
+        grammar = self.whole(request)
+        if grammar is None or grammar.leave is None:
+            return None
+        given, room = request.params.max_tokens, self.max_model_len - len(request.prompt_token_ids)
+        most = max(tools.budget, int(grammar.leave[grammar.start]), 1)
+        tail = int(grammar.distance[grammar.distance < UNREACHABLE].max())
+        return most if most + tail <= (room if given is None else min(given, room)) else None
+
+    def whole(self, request: Request) -> grammars.Ready | None:
+        """A request's automaton, without regard to a budget of thoughts; None: there is none.
+
+        Raises:
+            Refused: As of a call.
+        """
+        constraint = request.params.constraint
+        if constraint is None or self._is_left_out(constraint):
+            return None
+        grammar, _ = self._compiled(_key(constraint), self._stops(request))
+        at = getattr(constraint, "at", None)
+        return grammar if at is None else dataclasses.replace(grammar, start=at)
+
+    def _is_left_out(self, constraint: Any) -> bool:
+        """Whether a strategy without constraints may leave out what bans the marks of calls."""
+        if getattr(self._strategy, "holds_constraints", True):
+            return False
+        is_prose = isinstance(constraint, structured.Tools) and constraint.choice == "none"
+        return is_prose and constraint.answer is None and constraint.budget is None
 
     def missing(self, request: Request) -> tuple[Hashable, Callable[[], Any]] | None:
         """The key of a request's automaton that is not kept, and what compiles it in any thread."""
-        if request.params.constraint is None:
+        constraint = request.params.constraint
+        if constraint is None or self._is_left_out(constraint):
             return None
-        key = request.params.constraint, self._stops(request)
+        key = _key(constraint), self._stops(request)
         with self._lock:
             if key in self._kept or key in self._refusals:
                 return None
@@ -105,7 +150,7 @@ class Constraints:
     def _compiled(
         self, constraint: Any, stops: tuple[int, ...]
     ) -> tuple[grammars.Ready, ConstraintReport]:
-        self._check()
+        self._check(constraint)
         known = structured.Constraint | structured.After | structured.Tools | structured.Tokens
         if not isinstance(constraint, known):
             raise Refused(
@@ -205,19 +250,30 @@ class Constraints:
         ids = np.arange(self._model.config.vocab_size)
         return np.flatnonzero(self._model.forbidden(ids))
 
-    def _check(self) -> None:
+    def _check(self, constraint: Any) -> None:
         """Refuse a model or a strategy that takes no constraint."""
         strategy = self._strategy
         if not getattr(strategy, "holds_constraints", True):
-            raise _unsupported(
+            why = (
                 f"{strategy.name} with these fields takes no constraint, because it keeps drafts "
                 'at random or moves text; use acceptance="match", or another strategy'
             )
+            if isinstance(constraint, structured.Tools):
+                raise Refused(f"tools: {why}", "tools", "tools_unsupported")
+            raise _unsupported(why)
         if self._model.tokenizer is None:
             raise _unsupported(
                 f"model {self._model.source!r} has no tokenizer, and a constraint is about text; "
                 "load one with the model"
             )
+
+
+def _key(constraint: Any) -> Any:
+    """A constraint by which its automaton is kept: budgets of any size have the same one."""
+    if not isinstance(constraint, structured.Tools):
+        return constraint
+    budget = None if constraint.budget is None else 0
+    return dataclasses.replace(constraint, budget=budget, at=None)
 
 
 def _unsupported(message: str) -> Refused:

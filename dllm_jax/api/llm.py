@@ -150,7 +150,8 @@ class LLM:
             progress=progress_of(progress) if warm_up else None,
             with_constraints=warm_up_constraints,
         )
-        self.constraints = Constraints(self.model, self.strategy)
+        max_model_len = device.layout.max_model_len
+        self.constraints = Constraints(self.model, self.strategy, max_model_len)
         self.engine = SharedEngine(
             device,
             self.model.tokenizer,
@@ -242,6 +243,7 @@ class LLM:
         tool_choice: Any = None,
         parallel_tool_calls: bool | None = None,
         tool_format: str | None = None,
+        thinking_token_budget: int | None = None,
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
         """Answers to conversations, through the model's chat template; else as `generate`.
@@ -255,11 +257,13 @@ class LLM:
             parallel_tool_calls: Whether several calls may follow one another; None: True.
             tool_format: A form (docs/agents.md) for a model whose template has no tools, as
                 "hermes": they stand in its texts.
+            thinking_token_budget: Tokens by which an answer's thoughts have ended.
             template_kwargs: As of `apply_template`, for every conversation.
         """
         params, every = either(params, sampling_params), each_conversation(messages)
         asked = (tools, tool_choice, parallel_tool_calls, tool_format)
-        if (turns := turns_of(self, *asked, template_kwargs)) is not None:
+        turns = turns_of(self, *asked, template_kwargs, thinking_token_budget)
+        if turns is not None:
             return turns.run(every, params, use_tqdm)
         make = functools.partial(request_of, self.model, template_kwargs=template_kwargs)
         return self._run(make, every, params, use_tqdm)

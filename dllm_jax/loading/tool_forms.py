@@ -93,6 +93,23 @@ def is_inside(prompt: str, form: ToolForm) -> bool:
     return form.thinks and prompt.rstrip().endswith(FORMS[form.reads].think[0].rstrip())
 
 
+def check_answer(choice: str | int, form: ToolForm) -> None:
+    """Refuse a form of the answer with tools that leave no place for one.
+
+    Raises:
+        ValueError: Why.
+    """
+    if choice not in ("auto", "none"):
+        raise ValueError(
+            "it says what prose must be, and this tool_choice allows none; leave one of the two out"
+        )
+    if not FORMS[form.reads].has_prose:
+        raise ValueError(
+            f"calls of this model ({form.reads}) are JSON as well, so that nothing tells the two "
+            "apart; leave one of the two out"
+        )
+
+
 def end_ids(form: str, tokenizer: Any) -> list[int]:
     """Ids of the tokens with which turns of a form end, as they do with the model's stop ids."""
     known = tokenizer.get_added_vocab()

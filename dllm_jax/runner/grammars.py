@@ -55,6 +55,7 @@ class Ready:
     distance: np.ndarray
     arrays: dict[str, np.ndarray]
     notes: tuple[str, ...] = ()
+    leave: np.ndarray | None = None
 
 
 BUCKETS = (
@@ -95,6 +96,7 @@ def ready(automaton: Any, num_ids: int) -> Ready:
         np.asarray(automaton.distance),
         given,
         getattr(automaton, "notes", ()),
+        getattr(automaton, "leave", None),
     )
 
 

@@ -366,8 +366,10 @@ class Loop:
                     if done.error is not None:
                         raise done.error
                     if isinstance(parked, _Stage):
-                        self._add_stage(parked)
+                        is_added = self._add_stage(parked)
                         parked.prompt.num_open -= 1  # it was counted while it waited
+                        if not is_added:
+                            self._cut(parked)
                     else:
                         self._queue(*parked)
                 except Exception as error:
@@ -487,31 +489,45 @@ class Loop:
             self._hits += work is None
         return work
 
-    def _put_stage(self, stage: _Stage) -> None:
-        """Let a text go on, once its grammar is compiled."""
+    def _put_stage(self, stage: _Stage) -> bool:
+        """Let a text go on, once its grammar is compiled; False: it cannot."""
         self._num_stages += 1
         add, key = stage.prompt.add, -self._num_stages  # ids of requests are not negative
         work = self._missing(stage.request)
         if work is None:
-            self._add_stage(stage)
-            return
+            return self._add_stage(stage)
         self._making.put(add.client, key, work)
         self._parked[key] = stage
         stage.prompt.num_open += 1
+        return True
 
-    def _add_stage(self, stage: _Stage) -> None:
+    def _cut(self, stage: _Stage) -> None:
+        """End a text that cannot go on."""
+        prompt, add = stage.prompt, stage.prompt.add
+        delta = Delta(add.id, stage.choice, "", stage.told, finish="length")
+        if not prompt.num_open:
+            if not self._prompts[add.id]:
+                del self._prompts[add.id]
+            delta.usage = _together(prompt.usages)
+        self._outbox.put([delta], self._counts(self._engine.stats(), []))
+
+    def _add_stage(self, stage: _Stage) -> bool:
+        """Queue it; False: there is no room for it."""
         prompt, request = stage.prompt, stage.request
         left_s = None if prompt.until_s is None else prompt.until_s - time.perf_counter()
-        name = self._engine.add(
-            dataclasses.replace(
-                request,
-                request_id=f"{prompt.add.id}.{stage.choice}.stage{self._num_stages}",
-                deadline_s=None if left_s is None else max(left_s, _SOON_S),
-            )
+        request = dataclasses.replace(
+            request,
+            request_id=f"{prompt.add.id}.{stage.choice}.stage{self._num_stages}",
+            deadline_s=None if left_s is None else max(left_s, _SOON_S),
         )
+        try:
+            name = self._engine.add(request)
+        except Refused:
+            return False
         self._prompts[prompt.add.id].append(name)
         walk = self._served.walk(request, stage.walk)
         self._live[name] = _Live(prompt, request, stage.choice, stage.told, [walk])
+        return True
 
     def _ask(self, ask: pipe.Ask) -> None:
         """Read texts in a thread: a forward of them may take as long as hundreds of steps."""
@@ -557,8 +573,10 @@ class Loop:
                 stage = next_stage(live.request, one, walk)
                 if stage is not None:
                     choice, told = live.first + event.index, live.num_tokens[event.index]
-                    self._put_stage(_Stage(live.prompt, stage, choice, told, walk))
-                finish = walk.reason(finish) if stage is None else None
+                    follows = self._put_stage(_Stage(live.prompt, stage, choice, told, walk))
+                    finish = None if follows else "length"
+                else:
+                    finish = walk.reason(finish)
             delta = Delta(
                 id=live.id,
                 choice=live.first + event.index,

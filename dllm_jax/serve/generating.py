@@ -1,6 +1,9 @@
 """`/v1/completions` and `/v1/chat/completions`: bodies to prompts, accepted requests to answers."""
 
+import dataclasses
 import functools
+import json
+import re
 import time
 from typing import Any
 
@@ -8,6 +11,7 @@ import msgspec
 
 from dllm_jax.engine.checks import Refused
 from dllm_jax.engine.rules import check_thresholds
+from dllm_jax.loading import tool_forms
 from dllm_jax.serve import wire
 from dllm_jax.serve.answers import Form, fingerprint
 from dllm_jax.serve.client import Mailbox
@@ -80,6 +84,13 @@ async def answer_chat(service: Service, call: Call, body: wire.Chat, make_form: 
     facts, text = service.ready()
     service.check_model(body.model)
     ids, tools = await text.run(call.size, read_chat, text, body)
+    if make_form is None and body.thinking_token_budget is not None and not text.form.thinks:
+        raise Refusal(
+            f"thinking_token_budget={body.thinking_token_budget}: this model's chat template has "
+            "no thoughts; leave it out",
+            param="thinking_token_budget",
+            code="unsupported_parameter",
+        )
     if (
         body.max_tokens is not None
         and body.max_completion_tokens is not None
@@ -105,19 +116,41 @@ def read_chat(text: TextSide, body: wire.Chat) -> tuple[list[int], Tools | None]
         offer = offered(body.tools, body.tool_choice, body.parallel_tool_calls)
     except BadTool as error:
         raise Refusal(str(error), param=error.param, code=error.code) from None
-    if offer is not None:
-        for name in ("response_format", "structured_outputs"):
-            asked = getattr(body, name)
-            if asked is not None and getattr(asked, "type", None) != "text":
-                raise Refusal(
-                    f"{name} with tools: both say what the text must be; give one",
-                    param=name,
-                    code="unsupported_parameter",
-                )
-    fields = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None and "enable_thinking" in (text.chat_template or ""):
-        fields.setdefault("enable_thinking", body.reasoning_effort not in ("none", "minimal"))
-    return text.prompt(body.messages, fields, offer=offer)
+    fields, template = dict(body.chat_template_kwargs or {}), text.chat_template or ""
+    effort, budget = body.reasoning_effort, body.thinking_token_budget
+    if effort is not None and "enable_thinking" in template:
+        fields.setdefault("enable_thinking", effort not in ("none", "minimal"))
+    if effort is not None and re.search(r"\breasoning_effort\b", template):
+        fields.setdefault("reasoning_effort", effort)
+    elif budget is None and offer is not None and offer.choice != "none":
+        budget = _EFFORTS.get(effort or "")
+    ids, tools = text.prompt(body.messages, fields, offer=offer)
+    is_held = offer is not None or body.thinking_token_budget is not None
+    if tools is None:
+        return ids, None
+    answer = _answer(text, tools, body) if is_held else None
+    budget = budget if tools.thinks else None
+    return ids, dataclasses.replace(tools, answer=answer, budget=budget)
+
+
+_EFFORTS = {"low": 512, "medium": 2048, "high": 8192}  # tokens of thoughts
+
+
+def _answer(text: TextSide, tools: Tools, body: wire.Chat) -> tuple[str, str] | None:
+    """The form of an answer that may also be calls."""
+    name = "response_format" if body.structured_outputs is None else "structured_outputs"
+    asked = getattr(body, name)
+    if asked is None or getattr(asked, "type", None) == "text":
+        return None
+    try:
+        if name == "structured_outputs":
+            raise ValueError("it says what the text must be, as tools do; use response_format")
+        tool_forms.check_answer(tools.choice, text.form)
+    except ValueError as error:
+        raise Refusal(
+            f"{name} with tools: {error}", param=name, code="unsupported_parameter"
+        ) from None
+    return json.dumps((wire.constraint(body) or {})["json"]), "flexible"
 
 
 def chat_ids(
@@ -233,7 +266,7 @@ def _params(
 ) -> dict[str, Any]:
     """Fields of `SamplingParams`; the constraint as the engine process reads it."""
     constraint, overrides = _constraint(body), body.strategy_overrides or {}
-    if tools is not None and tools.tools:
+    if tools is not None and (tools.tools or tools.budget is not None):
         constraint = {"tools": tools.fields}
     try:
         ranges = {name: (low, high) for name, (_, low, high) in facts.thresholds.items()}

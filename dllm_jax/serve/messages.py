@@ -142,6 +142,8 @@ def _how(fields: dict[str, Any]) -> dict[str, Any]:
         found["reasoning_effort"] = "none"
     elif thinking.get("type") in ("enabled", "adaptive"):
         found["reasoning_effort"] = config.get("effort") or "high"
+        if fields.get("tools"):  # whose answers are held to a grammar anyway
+            found["thinking_token_budget"] = thinking.get("budget_tokens")
     if (form := config.get("format")) is not None:
         if not isinstance(form, dict) or form.get("type") != "json_schema":
             raise Refusal(

@@ -129,6 +129,7 @@ class Chat(Sampling, forbid_unknown_fields=True, kw_only=True):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=MAX_IDS)] | None = None
     include_reasoning: bool | None = None
 
     def __post_init__(self):

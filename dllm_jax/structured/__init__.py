@@ -10,7 +10,7 @@ import numpy as np
 
 from .allowed import Tokens
 from .automaton import Spellings, TokenAutomaton, behind_marker, closed, spellings
-from .limits import EXTENTS, MOST_STATES, Budget, TooLarge
+from .limits import EXTENTS, MOST_STATES, UNREACHABLE, Budget, TooLarge, distances
 from .logic import NoInstance
 from .regex import byte_automaton
 from .schema import schema_tree
@@ -115,6 +115,11 @@ class JsonSchema(Constraint):
             raise ValueError(f"JSON schema: {ascii(str(error))[1:-1]:.200}; give JSON") from None
         for name, value in (("schema", schema), ("whitespace", whitespace), ("_said", said)):
             object.__setattr__(self, name, value)
+
+    @property
+    def said(self) -> str:
+        """The text that it was given as."""
+        return self._said
 
     def __reduce__(self) -> Any:
         return JsonSchema, (self._said, self.whitespace)  # deep values do not pickle
@@ -233,7 +238,33 @@ def compile(
             raise
         table, accepting = fitting(constraint.loosest, budget, most_states, marks)
     made = closed(table, accepting, words, stop_ids, never, budget)
-    return dataclasses.replace(made, notes=tuple(budget.notes))
+    leave = None
+    if isinstance(constraint, Tools) and constraint.budget is not None and constraint.thinks:
+        inner = byte_automaton(constraint.thoughts(marks), Budget(), 256 + len(marks))
+        leave = _leave(table, inner, made, budget)
+    return dataclasses.replace(made, notes=tuple(budget.notes), leave=leave)
+
+
+def _leave(table: np.ndarray, inner: Any, made: TokenAutomaton, budget: Budget) -> np.ndarray:
+    """Fewest tokens out of the texts of `inner`, by state.
+
+    Args:
+        table: Over letters, of whose states those of `made` are the first ones.
+        inner: An automaton over letters.
+    """
+    onto, ends = inner
+    within, seen, todo = np.zeros(len(made.delta), bool), {(1, 1)}, [(1, 1)]
+    while todo:
+        state, own = todo.pop()
+        within[state] |= ends[own]
+        pairs = np.unique(np.stack([table[state], onto[own]], axis=1), axis=0).tolist()
+        for pair in pairs:
+            if pair[0] and pair[1] and (*pair,) not in seen:
+                seen.add((*pair,))
+                todo.append((*pair,))
+    within[made.start] |= within[1]
+    outside = ~within & (made.distance < UNREACHABLE)
+    return np.where(outside, 0, distances(made.delta, outside, budget)).astype(np.int32)
 
 
 def fitting(

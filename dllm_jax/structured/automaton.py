@@ -19,6 +19,7 @@ class TokenAutomaton:
         start: First state.
         end: The state after a stop id.
         distance: Fewest tokens from a state to one in which the text may end.
+        leave: Fewest tokens out of thoughts, of states within them; None: no thoughts are counted.
         notes: What the constraint says that nothing is held to, by its place.
     """
 
@@ -28,6 +29,7 @@ class TokenAutomaton:
     end: int
     distance: np.ndarray
     notes: tuple[str, ...] = ()
+    leave: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -42,6 +42,9 @@ class Offer(NamedTuple):
     several: bool
 
 
+NO_OFFER = Offer([], (), "none", False)
+
+
 def offered(tools: Any, choice: Any = None, several: bool | None = None) -> Offer | None:
     """The offer of a request; None without tools.
 

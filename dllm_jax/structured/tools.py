@@ -140,21 +140,22 @@ class _Writer:
         calls = []
         if has_calls:
             calls = [*self._call(), *([] if tools.stage == "names" else self._more())]
+        answer = self._prose()
+        if tools.answer is not None:
+            said, white = tools.answer
+            tree = schema_tree(json.loads(said), self._budget, white == "compact")
+            answer = [*repeated(text("\n"), 0, 2), *tree]
         space, has_prose = repeated(text("\n"), 0, 2), self._form.has_prose
         opened = [*space, *letters(self._opens), *calls]
         if not has_calls:
-            body = self._prose()
+            body = answer
         elif tools.choice != "auto":
             body = opened
-        elif tools.answer is not None:
-            said, white = tools.answer
-            answer = schema_tree(json.loads(said), self._budget, white == "compact")
-            body = either([[*space, *answer], opened])
-        elif has_prose:
+        elif tools.answer is None and has_prose:
             body = [*free(self._banned, self._opens, self._others), *calls]
-            body = either([self._prose(), body])
+            body = either([answer, body])
         else:
-            body = either([self._prose(), opened])
+            body = either([answer, opened])
         holds = tools.choice not in ("auto", "none") or tools.answer is not None or self._is_apart
         if not tools.thinks or not (holds or not has_prose):
             return body  # thoughts are prose

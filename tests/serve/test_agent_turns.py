@@ -10,6 +10,7 @@ import random
 import msgspec
 import pytest
 
+from dllm_jax.loading import tool_forms
 from dllm_jax.serve import generating, messages, responses, wire
 from dllm_jax.serve.pipe import Delta, Usage
 from dllm_jax.serve.refusals import Refusal
@@ -187,7 +188,7 @@ def test_what_a_coding_agent_sends_to_messages():
             "messages": said,
             "tools": [TOOL | {"cache_control": {}}, {"type": "web_search_20250305", "name": "w"}],
             "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
-            "thinking": {"type": "adaptive"},
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
             "context_management": {"edits": []},
             "metadata": {"user_id": "u"},
         }
@@ -203,6 +204,7 @@ def test_what_a_coding_agent_sends_to_messages():
     ]
     assert body.messages[2].tool_calls is not None
     assert (body.tool_choice, body.parallel_tool_calls, left_out) == ("required", False, ["w"])
+    assert (body.reasoning_effort, body.thinking_token_budget) == ("high", 1024)
     assert origins == [-1, 0, 1, 2, 2, 3]
 
 
@@ -320,3 +322,58 @@ def test_the_chat_route_reads_tools_and_turns():
     )
     assert [turn.role for turn in body.messages] == ["user", "assistant", "tool"]
     assert generating.offered(body.tools, body.tool_choice) is not None
+
+
+class _Text:
+    """A text side whose template has thoughts."""
+
+    chat_template = "{{ enable_thinking }}</think>"
+    form = tool_forms.ToolForm("hermes", True)
+
+    def prompt(self, turns, fields, offer=None):
+        self.fields = fields
+        held = ((), "none") if offer is None else (offer.tools, offer.choice)
+        return [1], Tools(*held, thinks=self.form.thinks)
+
+
+@pytest.mark.parametrize(
+    ("asked", "budget"),
+    [
+        ({}, None),
+        ({"reasoning_effort": "low"}, None),
+        ({"thinking_token_budget": 7}, 7),
+        ({"tools": 1}, None),
+        ({"tools": 1, "reasoning_effort": "low"}, 512),
+        ({"tools": 1, "reasoning_effort": "xhigh"}, None),
+        ({"tools": 1, "reasoning_effort": "high", "thinking_token_budget": 0}, 0),
+        ({"tools": 1, "reasoning_effort": "low", "tool_choice": "none"}, None),
+    ],
+)
+def test_budgets_of_thoughts(asked, budget):
+    given = {"messages": [{"role": "user", "content": "?"}], **asked}
+    if "tools" in asked:
+        given["tools"] = [{"type": "function", "function": {"name": "f"}}]
+    text = _Text()
+    _, tools = generating.read_chat(text, msgspec.convert(given, wire.Chat))
+    assert tools.budget == budget
+    effort = asked.get("reasoning_effort")
+    assert text.fields == ({} if effort is None else {"enable_thinking": True})
+    text.form = tool_forms.NO_FORM
+    assert generating.read_chat(text, msgspec.convert(given, wire.Chat))[1].budget is None
+
+
+def test_an_answer_of_a_schema_beside_tools():
+    schema = {"type": "object"}
+    given = {
+        "messages": [{"role": "user", "content": "?"}],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
+    }
+    _, tools = generating.read_chat(_Text(), msgspec.convert(given, wire.Chat))
+    assert tools.answer == (json.dumps(schema), "flexible")
+    for more in ({"tool_choice": "required"}, {"structured_outputs": {"regex": "a"}}):
+        asked = msgspec.convert({**given, **more}, wire.Chat)
+        with pytest.raises(Refusal, match="with tools") as raised:
+            generating.read_chat(_Text(), asked)
+        name = "response_format" if "tool_choice" in more else "structured_outputs"
+        assert (raised.value.status, raised.value.param) == (400, name)

@@ -17,7 +17,10 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import structured
 from dllm_jax.api.calls import Walk, message_of, next_stage
+from dllm_jax.api.constraints import Constraints
+from dllm_jax.engine.checks import Refused
 from dllm_jax.engine.requests import CompletionOutput, Request
+from dllm_jax.strategies.core.resolve import load_strategy
 from dllm_jax.structured import tools as grammar
 from dllm_jax.structured.limits import Budget
 from dllm_jax.structured.offers import BadTool, offered
@@ -208,6 +211,87 @@ def test_a_tool_that_is_not_strict_is_relaxed_and_one_that_is_names_its_place():
     for stage in ("whole", "names"):
         with pytest.raises(ValueError, match=r"tools\[0\].function.parameters: .*contains"):
             dataclasses.replace(strict, stage=stage).tree(Budget())
+
+
+def test_an_answer_of_a_schema_beside_calls():
+    held = Tools(TOOLS, answer=(SUM, "compact"))
+    automaton = byte_automaton(held.tree(Budget()), Budget())
+    for text, is_held in ((READ, True), ('{"a":1}', True), ("a", False), ("", False)):
+        assert accepts(automaton, text.encode()) is is_held
+    thinks = dataclasses.replace(held, thinks=True)
+    automaton = byte_automaton(thinks.tree(Budget()), Budget())
+    assert accepts(automaton, b'<think>hm</think>\n\n{"a":1}')
+    assert not accepts(automaton, b"<think>hm</think>\n\nYes.")
+    assert Tools.of(json.loads(json.dumps(held.fields))) == held
+    said = json.dumps({"a": f"x {FILE}"})
+    turn = Turn(held, [bytes([i]) for i in range(256)], {})
+    found = [piece for byte in said.encode() for piece in turn.feed([byte])]
+    assert grammar._joined(found + turn.feed([], last=True)) == [Piece("text", said)]
+
+
+@pytest.mark.parametrize("is_token", [False, True])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_thoughts_with_a_budget_are_left_in_as_many_tokens_as_their_mark_has(choice, is_token):
+    ids = {mark: 256 + i for i, mark in enumerate(MARKS)} if is_token else {}
+    words = dataclasses.replace(
+        structured.spellings([*[bytes([i]) for i in range(256)], *[None] * 9]), marks=ids
+    )
+    for inside in (False, True):
+        held = Tools(TOOLS, choice, thinks=True, inside=inside, budget=0)
+        made = structured.compile(held, words, [264], np.array([], int), 1024)
+        assert made.leave is not None
+        state, mark = made.start, 1 if is_token else len("</think>")
+        for letter in () if inside else spelt("\n<think>", [*ids]):
+            assert made.leave[state] == 0 or choice == "required"
+            state = made.delta[state, made.class_of[letter]]
+        for letter in b"hm.":
+            assert made.leave[state] == mark
+            assert made.delta[state, made.class_of[264]] == 0  # no end within thoughts
+            state = made.delta[state, made.class_of[letter]]
+        for left, letter in zip(range(mark, 0, -1), spelt("</think>", [*ids]), strict=True):
+            assert made.leave[state] == left
+            state = made.delta[state, made.class_of[letter]]
+        assert made.leave[state] == 0
+        assert bool(made.distance[state]) is (choice == "required")
+
+
+def test_a_text_goes_on_after_the_tokens_by_which_thoughts_have_ended():
+    tools = Tools(TOOLS, thinks=True, inside=True, budget=3)
+    params = dj.SamplingParams(max_tokens=9, constraint=tools)
+    request = Request(prompt_token_ids=[7], params=params)
+    walk = Walk(SimpleNamespace(**ONES.__dict__, end=4), turn_of(), 9, 3)
+    text = CompletionOutput(0, "", walk.take([1, 1]), "length")
+    assert next_stage(request, text, walk) is None
+    text.token_ids.extend(walk.take([1]))
+    for finish, more in (("stop", {}), ("length", {}), ("stop", {"stop_reason": "x"})):
+        following = next_stage(
+            request, dataclasses.replace(text, finish_reason=finish, **more), walk
+        )
+        assert (following is None) is bool(more)
+    following = next_stage(request, text, walk)
+    assert following is not None
+    assert following.prompt_token_ids == [7, 1, 1, 1]
+    assert following.params.max_tokens == 6
+    assert following.params.constraint == dataclasses.replace(tools, at=3)
+
+
+def test_tools_are_refused_where_a_strategy_holds_nothing_unless_none_is_called():
+    for strategy in (load_strategy("edit_indel"), _rejecting()):
+        constraints = Constraints(dj.load("builtin:tiny-sdar"), strategy)
+        for choice in ("none", "auto", "required"):
+            params = dj.SamplingParams(constraint=Tools(TOOLS, choice))
+            request = Request(prompt_token_ids=[1], params=params)
+            if choice == "none":
+                assert constraints.missing(request) is None
+                assert constraints(request) is request
+                continue
+            with pytest.raises(Refused, match=f"^tools: {strategy.name}") as raised:
+                constraints(request)
+            assert (raised.value.param, raised.value.code) == ("tools", "tools_unsupported")
+
+
+def _rejecting():
+    return load_strategy("dflash").replace(acceptance="rejection")
 
 
 # --- with a model --------------------------------------------------------------------------------
