@@ -496,7 +496,7 @@ class Loop:
         work = self._missing(stage.request)
         if work is None:
             return self._add_stage(stage)
-        self._making.put(add.client, key, work)
+        self._making.put(add.client, key, work, bounded=False)
         self._parked[key] = stage
         stage.prompt.num_open += 1
         return True

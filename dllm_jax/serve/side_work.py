@@ -65,8 +65,11 @@ class SideWork:
         """Requests that wait."""
         return sum(len(piece.request_ids) for piece in self._pieces.values())
 
-    def put(self, client: str, request_id: int, work: Work) -> None:
+    def put(self, client: str, request_id: int, work: Work, bounded: bool = True) -> None:
         """Let a request wait for work.
+
+        Args:
+            bounded: Refuse it where too much waits; else it is of a text that has begun.
 
         Raises:
             Busy: Too much waits already.
@@ -74,7 +77,8 @@ class SideWork:
         piece = self._pieces.get(work.key)
         if piece is None:
             mine = len(self._waiting.get(client, ()))
-            if mine >= MOST_EACH or sum(map(len, self._waiting.values())) >= MOST:
+            is_full = mine >= MOST_EACH or sum(map(len, self._waiting.values())) >= MOST
+            if bounded and is_full:
                 raise Busy(
                     f"too many {self._what}: at most {MOST_EACH} of a client and {MOST} in all "
                     "may; try again in a moment",

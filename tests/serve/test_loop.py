@@ -18,7 +18,7 @@ import pytest
 from dllm_jax.engine.checks import Refused
 from dllm_jax.engine.faults import Faults
 from dllm_jax.serve import child, pipe
-from dllm_jax.serve.side_work import MOST_EACH, Work
+from dllm_jax.serve.side_work import MOST_EACH, Busy, SideWork, Work
 from dllm_jax.structured.worker import WorkerFault
 from tests.oracles.engine_world import HOST, World
 from tests.serve import scripted
@@ -330,6 +330,15 @@ def test_a2_clients_take_turns_and_each_may_wait_with_so_many(gate):
             assert front.until(one).finish == "length"
         assert gate.begun[:3] == [0, 1, 1000]
         assert 2000 not in gate.begun
+
+
+def test_a2_a_text_that_has_begun_is_not_refused_for_what_waits(gate):
+    work = SideWork("things wait", "busy", lambda: None)
+    with pytest.raises(Busy):
+        for number in range(MOST_EACH + 2):
+            work.put("hog", number, Work(number, gate.open.wait))
+    work.put("hog", -1, Work("stage", gate.open.wait), bounded=False)
+    assert len(work) == MOST_EACH + 2
 
 
 def test_a2_a_deadline_counts_from_the_requests_arrival(gate):
