@@ -453,13 +453,21 @@ class Commands:
         self._held: Any = None  # the weights, while they are on the host
         self.version = 0
 
+    @property
+    def is_asleep(self) -> bool:
+        """See there."""
+        return self._held is not None
+
     def aside(self, name: str, fields: dict[str, Any]) -> Callable[[], dict[str, Any]] | None:
         """See there."""
         return functools.partial(self._stage, fields["path"]) if name == "stage" else None
 
     def _stage(self, path: str) -> dict[str, Any]:
         from dllm_jax.api import weights
+        from dllm_jax.serve.child import Asleep
 
+        if self.is_asleep:
+            raise Asleep
         self._staged = None
         try:
             self._staged = weights.stage(self._llm, lambda: self._load(path))
@@ -472,16 +480,21 @@ class Commands:
     def between(self, name: str, fields: dict[str, Any]) -> dict[str, Any]:
         """See there."""
         from dllm_jax.api import weights
+        from dllm_jax.serve.child import Asleep
 
+        if name in ("sleep", "wake"):
+            if name == "sleep" and not self.is_asleep:
+                self._held = weights.sleep(self._llm)
+            elif name == "wake" and self.is_asleep:
+                weights.wake(self._llm, self._held)
+                self._held = None
+            return {"weight_version": self.version}
+        if self.is_asleep:
+            raise Asleep
         if name == "flush":
             return {"pages": self._llm.engine.forget_prefixes()}
         if name == "drop":
             self._staged = None
-        elif name == "sleep":
-            self._held = weights.sleep(self._llm)
-        elif name == "wake":
-            weights.wake(self._llm, self._held)
-            self._held = None
         elif self._staged is not None:
             weights.replace(self._llm, self._staged)
             self._staged = None

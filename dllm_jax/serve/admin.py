@@ -36,7 +36,7 @@ class Update(Struct, forbid_unknown_fields=True):
 
 async def flush_cache(service: Service, call: Call) -> Any:
     """`POST /flush_cache`: forget every cached prefix, once the requests that run have ended."""
-    async with _held(service, "drain"):
+    async with service.commands, _held(service, "drain"):
         return Json({"success": True, **await service.engine.command("flush")})
 
 
@@ -72,14 +72,15 @@ async def update(service: Service, call: Call) -> Any:
     if body.weight_version is not None and body.weight_version < 0:
         raise Refusal("weight_version must be 0 or more", param="weight_version")
     path = _allowed(service.config.weights_root, body.model_path)
-    await service.engine.command("stage", path=str(path))
-    num = service.engine.num_open
-    try:
-        async with _held(service, "abort" if body.abort_all_requests else "drain"):
-            done = await service.engine.command("replace", version=body.weight_version)
-    except asyncio.CancelledError:  # the client left
-        service.engine.order("drop")
-        raise
+    async with service.commands:
+        await service.engine.command("stage", path=str(path))
+        num = service.engine.num_open
+        try:
+            async with _held(service, "abort" if body.abort_all_requests else "drain"):
+                done = await service.engine.command("replace", version=body.weight_version)
+        except asyncio.CancelledError:  # the client left
+            service.engine.order("drop")
+            raise
     service.log.line("weights", path=str(path), **done)
     said = f"serving the weights of {path.name}"
     return Json({"success": True, "message": said, "num_paused_requests": num, **done})
@@ -92,20 +93,20 @@ async def version(service: Service, call: Call) -> Any:
 
 async def sleep(service: Service, call: Call) -> Any:
     """`POST /release_memory_occupation`: weights to the host, no cache, until `wake`."""
-    if service.engine.state != "asleep":
-        async with _held(service, "drain"):
-            await service.engine.command("sleep")
+    async with service.commands, _held(service, "drain"):
+        await service.engine.command("sleep")
         service.engine.held = "asleep"
     return Json({"success": True})
 
 
 async def wake(service: Service, call: Call) -> Any:
     """`POST /resume_memory_occupation`."""
-    if service.engine.state == "asleep":
-        await service.engine.command("wake")
-        service.engine.held = None
-    else:
-        service.check_state()
+    async with service.commands:
+        if service.engine.state == "asleep":
+            await service.engine.command("wake")
+            service.engine.held = None
+        else:
+            service.check_state()
     return Json({"success": True})
 
 
@@ -137,28 +138,29 @@ def routes(admin_keys: Any, weights_root: str | None) -> tuple[Any, ...]:
 
 @contextlib.asynccontextmanager
 async def _held(service: Service, mode: str) -> AsyncIterator[None]:
-    """No request runs or comes; one that was paused before stays so."""
-    if service.engine.held == "paused":
-        yield
-        return
-    service.check_state()
-    await _hold(service, mode)
+    """No request runs or comes; what was held before stays so. For one command at a time."""
+    engine = service.engine
+    if (before := engine.held) is None:
+        service.check_state()
+    if before != "asleep":
+        await _hold(service, mode)
     try:
         yield
     finally:
-        service.engine.held = None
+        if before is None and engine.held == "paused":
+            engine.held = None
 
 
 async def _hold(service: Service, mode: str) -> None:
     engine = service.engine
-    engine.held = "paused"
+    before, engine.held = engine.held, "paused"
     try:
         if mode == "abort":
             engine.fail_all("an administrator has ended every request; ask again")
         while engine.has_open:  # each ends by its own time limit
             await asyncio.sleep(POLL_S)
     except BaseException:
-        engine.held = None
+        engine.held = before
         raise
 
 

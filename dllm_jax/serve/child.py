@@ -84,6 +84,11 @@ class Commands(Protocol):
 
     version: int
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the weights are not on the device."""
+        ...
+
     def aside(self, name: str, fields: dict[str, Any]) -> Callable[[], dict[str, Any]] | None:
         """The work of a command that goes on while requests run; None: one for `between`."""
         ...
@@ -95,6 +100,15 @@ class Commands(Protocol):
             ValueError: It cannot be done; everything is as before.
         """
         ...
+
+
+class Asleep(Refused):
+    """The weights are not on the device."""
+
+    status = 503
+
+    def __init__(self):
+        super().__init__("the model sleeps; an administrator wakes it", code="asleep")
 
 
 class Start:
@@ -328,7 +342,7 @@ class Loop:
 
         One read a turn: a front that never ceases to send stops no step.
         """
-        wait = 0.0 if self._engine.has_work else None
+        wait = 0.0 if self._engine.has_work or self._may_command else None
         waiting = [self._sock] if self._outbox.is_full else []
         readable, writable, _ = select.select([self._sock, self._rung], waiting, [], wait)
         if writable:
@@ -361,7 +375,9 @@ class Loop:
         for done in self._making.take():
             self._compiled.append((done.client, done.seconds, done.found or 0))
             for request_id in done.request_ids:
-                parked = self._parked.pop(request_id)
+                parked = self._parked.pop(request_id, None)
+                if parked is None:  # ended with another text of its request
+                    continue
                 try:
                     if done.error is not None:
                         raise done.error
@@ -388,7 +404,7 @@ class Loop:
                     self._outbox.queue(pipe.Carried(request_id, done.found))
                 else:
                     self._end(request_id, done.error)
-        while self._commands and not self._engine.has_work:
+        while self._may_command:
             command = self._commands.popleft()
             assert self._served.commands is not None
             try:
@@ -399,6 +415,12 @@ class Loop:
             self._looked_s = -_COUNTS_PERIOD_S  # the memory has changed
             self._outbox.put([], self._counts(self._engine.stats(), []))
             self._outbox.queue(pipe.Carried(command.id, found))
+
+    @property
+    def _may_command(self) -> bool:
+        """Whether a command waits, and nothing that it must not meet."""
+        is_free = not (self._engine.has_work or self._parked or self._reading.is_busy)
+        return bool(self._commands) and is_free
 
     def _command(self, command: pipe.Command) -> None:
         if self._served.commands is None:
@@ -462,6 +484,7 @@ class Loop:
 
     def _queue(self, add: pipe.Add, requests: list[Request], since_s: float) -> None:
         """Queue every prompt or none, once nothing is missing for them."""
+        self._check_awake()
         for request in requests[:1]:  # the others have its parameters
             if (work := self._missing(request)) is not None:
                 self._making.put(add.client, add.id, work)
@@ -481,6 +504,10 @@ class Loop:
             self._live[name] = _Live(prompt, request, number * n, 0, walks)
         if add.stream:
             self._outbox.queue(pipe.Accepted(add.id))
+
+    def _check_awake(self) -> None:
+        if self._served.commands is not None and self._served.commands.is_asleep:
+            raise Asleep
 
     def _missing(self, request: Request) -> Work | None:
         work = self._served.missing(request)
@@ -531,6 +558,7 @@ class Loop:
 
     def _ask(self, ask: pipe.Ask) -> None:
         """Read texts in a thread: a forward of them may take as long as hundreds of steps."""
+        self._check_awake()
 
         def read() -> tuple[list[list[list[float]]], int]:
             try:

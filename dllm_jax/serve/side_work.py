@@ -65,6 +65,11 @@ class SideWork:
         """Requests that wait."""
         return sum(len(piece.request_ids) for piece in self._pieces.values())
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a thread works, or has something to do."""
+        return self._current is not None or bool(self._waiting)
+
     def put(self, client: str, request_id: int, work: Work, bounded: bool = True) -> None:
         """Let a request wait for work.
 

@@ -2,13 +2,21 @@
 and on the built-in model: weights replaced and put back, sleep and wake, pause, drain.
 """
 
+import asyncio
 import shutil
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from dllm_jax.loading.sources import BUILTIN
+from dllm_jax.serve import admin
+from dllm_jax.serve.exchange import Json
+from dllm_jax.serve.logs import Log
+from dllm_jax.serve.pipe import Launch
+from dllm_jax.serve.service import Config, Service
 from tests.serve.driving import Server, scripted, within
 
 KEY = {"authorization": "Bearer admin", "content-type": "application/json"}
@@ -117,3 +125,46 @@ def test_weights_are_replaced_put_back_and_sleep(tmp_path):
         assert server.stop() == 0
     finally:
         server.process.kill()
+
+
+class Asked:
+    """The engine as the front sees it."""
+
+    def __init__(self):
+        self.held, self.num_open, self.has_open = None, 0, True
+        self.done, self.is_asleep = [], False
+
+    @property
+    def state(self):
+        return self.held or "ready"
+
+    async def command(self, name, **fields):
+        assert not self.has_open, name
+        self.done.append(name)
+        await asyncio.sleep(0.01)
+        self.is_asleep = {"sleep": True, "wake": False}.get(name, self.is_asleep)
+        return {}
+
+
+def test_commands_come_one_after_another_and_wait_for_what_runs():
+    """A pause that still waits for texts lets no other command pass."""
+
+    async def run():
+        service = Service(Config(model="m", launch=Launch("x", {}), version="0"), Log("none"))
+        engine: Any = Asked()
+        service.engine = engine
+        call: Any = SimpleNamespace(body=lambda: asyncio.sleep(0, b"{}"))
+        pausing = asyncio.create_task(admin.pause(service, call))
+        await asyncio.sleep(0.01)
+        others = [admin.sleep, admin.flush_cache, admin.sleep, admin.wake, admin.wake]
+        tasks = [asyncio.create_task(one(service, call)) for one in others]
+        await asyncio.sleep(0.05)
+        assert engine.done == []
+        engine.has_open = False
+        await pausing
+        return engine, await asyncio.gather(*tasks, return_exceptions=True)
+
+    engine, found = asyncio.run(run())
+    assert engine.done == ["sleep", "flush", "sleep", "wake"]
+    assert (engine.is_asleep, engine.state) == (False, "ready")
+    assert [isinstance(one, Json) for one in found] == [True] * 5

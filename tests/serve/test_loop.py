@@ -5,12 +5,14 @@ device; the test is the front.
 """
 
 import contextlib
+import dataclasses
 import functools
 import random
 import socket
 import struct
 import threading
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -334,11 +336,71 @@ def test_a2_clients_take_turns_and_each_may_wait_with_so_many(gate):
 
 def test_a2_a_text_that_has_begun_is_not_refused_for_what_waits(gate):
     work = SideWork("things wait", "busy", lambda: None)
+    for number in range(MOST_EACH + 1):
+        work.put("hog", number, Work(number, gate.open.wait))
     with pytest.raises(Busy):
-        for number in range(MOST_EACH + 2):
-            work.put("hog", number, Work(number, gate.open.wait))
+        work.put("hog", -1, Work("stage", gate.open.wait))
     work.put("hog", -1, Work("stage", gate.open.wait), bounded=False)
     assert len(work) == MOST_EACH + 2
+
+
+class Walk:
+    """Of a text that ends where a grammar is missing."""
+
+    turn = SimpleNamespace(feed=lambda ids: [])
+
+    def take(self, ids):
+        return ids
+
+    def reason(self, finish):
+        return finish
+
+
+def test_a2_a_grammar_that_two_texts_wait_for_ends_both_once(monkeypatch, gate):
+    """Both texts of a request go on in a stage whose grammar cannot be made."""
+
+    def missing(request):
+        return Work(-1, lambda: gate.do(-1)) if request.params.n == 1 else None
+
+    def next_stage(request, one, walk):
+        if one.finish_reason is None or request.params.n == 1:
+            return None
+        return dataclasses.replace(request, params=dataclasses.replace(request.params, n=1))
+
+    monkeypatch.setattr(child, "next_stage", next_stage)
+    with running(served()._replace(missing=missing, walk=lambda *_: Walk())) as front:
+        number = front.add(n=2)
+        while len(front.loop._parked) < 2:
+            time.sleep(0.001)
+        gate.open.set()
+        found = front.until(number)
+        assert (found.status, found.message) == (400, "it cannot be made")
+        assert not front.loop._parked
+        monkeypatch.setattr(child, "next_stage", lambda *_: None)
+        assert front.until(front.add(n=2)).finish == "length"
+
+
+def test_a2_while_the_model_sleeps_nothing_runs_and_commands_wait_for_what_is_parked(gate):
+    commands = SimpleNamespace(version=0, is_asleep=False, aside=lambda *_: None)
+
+    def between(name, fields):
+        assert not front.loop._parked
+        commands.is_asleep = name == "sleep"
+        return {}
+
+    commands.between = between
+    with running(served()._replace(missing=gate.missing, commands=commands)) as front:
+        waits = front.add(seed=3)
+        asleep = front.send(pipe.Command(900, "sleep", {}))
+        assert front.until(front.add()).finish == "length"
+        gate.open.set()
+        assert front.until(waits).finish == "length"
+        assert isinstance(front.until(asleep), pipe.Carried)
+        for number in (front.add(), front.ask()):
+            found = front.until(number)
+            assert (found.status, found.code) == (503, "asleep")
+        front.until(front.send(pipe.Command(901, "wake", {})))
+        assert front.until(front.add()).finish == "length"
 
 
 def test_a2_a_deadline_counts_from_the_requests_arrival(gate):
