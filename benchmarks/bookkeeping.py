@@ -29,14 +29,13 @@ from typing import Any
 
 import numpy as np
 
-from dllm_jax.engine.admission import accept
+from dllm_jax.engine.active import accept
 from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import EngineLayout
 from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.engine.scheduler import Scheduler
 from dllm_jax.engine.sequence import DECODE
-from dllm_jax.runner.fetched import Fetched
-from dllm_jax.runner.packing import HEAD
+from dllm_jax.runner.packing import HEAD, Fetched
 
 BARS_US = {"life": 60.0, "pass_4_tokens": 150.0}
 NUM_SLOTS, BLOCK, PAGE = 128, 32, 64

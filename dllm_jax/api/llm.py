@@ -25,7 +25,6 @@ from dllm_jax.api.prompts import (
     Prompt,
     advised,
     each_conversation,
-    each_params,
     each_prompt,
     either,
     rendered,
@@ -65,8 +64,8 @@ class LLM:
         block_size, buffer_size: Of a strategy given by name or None.
         dtype, revision, lora, quantization, kv_cache_dtype, quantize_head, tokenizer, family: As in
             `dj.load`.
-        max_num_seqs, max_model_len, page_size, memory_utilization, num_pages: As in `EngineConfig`.
-        enable_prefix_caching, max_num_batched_tokens, batch_invariant, logprobs: As in
+        max_num_seqs, max_model_len, page_size, memory_utilization, num_pages,
+            enable_prefix_caching, max_num_batched_tokens, batch_invariant, logprobs: As in
             `EngineConfig`.
         tensor_parallel_size: Devices that share the model; a `Model` that was loaded onto a mesh
             stays there. After `jax.distributed.initialize` they are all devices of all processes:
@@ -401,5 +400,5 @@ class LLM:
         use_tqdm: bool,
         trajectory: bool = False,
     ) -> list[RequestOutput]:
-        every = each_params(self.default_params if params is None else params, len(prompts))
-        return run(self.engine, make, prompts, every, use_tqdm, trajectory)
+        params = self.default_params if params is None else params
+        return run(self.engine, make, prompts, params, use_tqdm, trajectory)

@@ -75,7 +75,7 @@ def each_conversation(messages: Any) -> list[Messages]:
     return [messages] if isinstance(messages[0], Mapping) else messages
 
 
-def each_params(params: Any, count: int) -> list[SamplingParams]:
+def _each_params(params: Any, count: int) -> list[SamplingParams]:
     """Sampling parameters of `count` prompts, from one for all or a list.
 
     Raises:
@@ -202,7 +202,7 @@ def run(
     engine: SharedEngine,
     make: Callable[[Any, SamplingParams], Request],
     prompts: Sequence[Any],
-    params: Sequence[SamplingParams],
+    params: SamplingParams | Sequence[SamplingParams],
     use_tqdm: bool,
     trajectory: bool = False,
 ) -> list[RequestOutput]:
@@ -215,11 +215,12 @@ def run(
     Raises:
         ValueError: Every prompt is refused.
     """
+    every = _each_params(params, len(prompts))
     outputs: list[RequestOutput | None] = [None] * len(prompts)
     where: dict[str, int] = {}
     refusals: list[BaseException] = []
     with engine.inbox() as inbox:
-        for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        for i, (prompt, one) in enumerate(zip(prompts, every, strict=True)):
             try:
                 where[inbox.add(make(prompt, one))] = i
             except BaseException as error:  # a tokenizer may raise anything

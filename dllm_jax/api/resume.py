@@ -24,7 +24,6 @@ from dllm_jax.engine.sequence import Sequence
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import buckets
 from dllm_jax.runner.runner import ModelRunner
-from dllm_jax.strategies.core.protocol import split_knobs
 
 
 class SavedSlot:
@@ -139,7 +138,7 @@ def _resumed(
         max_steps_per_chunk=1,
     )
     layout = buckets.make_layout(model, strategy, aux, config)
-    device = ModelRunner(model, split_knobs(strategy)[0], aux, layout, implementation)
+    device = ModelRunner(model, strategy, aux, layout, implementation)
     engine = Engine(device, model.tokenizer)
     request_id = engine.add(
         Request(

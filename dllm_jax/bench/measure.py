@@ -18,7 +18,7 @@ import numpy as np
 
 from dllm_jax.bench import profile
 from dllm_jax.bench.head import has_head, ids_of_device
-from dllm_jax.engine.admission import accept
+from dllm_jax.engine.active import accept
 from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.engine.scheduler import Scheduler

@@ -6,9 +6,9 @@ each distinct expert that is hit is read once, and each cell goes through a few.
 
 from typing import Any
 
-from dllm_jax.kernels.token_readout.head import Fp8Head
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.moe import MoEConfig
+from dllm_jax.models.quantization import is_quantized
 from dllm_jax.runner.estimate import RATES, layer_reads, pass_work, weights
 
 LINKS = {"NVIDIA H200": 450e9}  # bytes a second from a device to the others, by NVLink
@@ -91,7 +91,7 @@ def step_parts(
     params, size = model.shapes, model.params["embed"].dtype.itemsize
     read, used = weights(params, cfg, cells)
     head = cfg.vocab_size * cfg.hidden_size
-    head_read = head / 2 if isinstance(model.params.get("lm_head"), Fp8Head) else head
+    head_read = head / 2 if is_quantized(model.params.get("lm_head")) else head
     # With an 8-bit head, rows are in 8 bits as well if an expectation is read.
     head_used = head_read if expects else head
     experts_read = experts_used = 0.0

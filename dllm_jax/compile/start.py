@@ -21,7 +21,6 @@ from dllm_jax.loading.model import Model
 from dllm_jax.runner import buckets, memory
 from dllm_jax.runner.memory import MemoryPlan
 from dllm_jax.runner.runner import ModelRunner
-from dllm_jax.strategies.core.protocol import split_knobs
 
 REASONABLE_LEN = 2048  # tokens the pool must hold if max_model_len is not given
 
@@ -55,15 +54,14 @@ def start(
         SystemExit: Process 0 has ended, and this one has followed it.
     """
     layout = buckets.make_layout(model, strategy, aux, config)
-    bare = split_knobs(strategy)[0]
     inboxes = peer_memory.made(model.split)
     model, *others = (one.replace(exchange=inboxes) for one in (model, *aux.values()))
     aux = dict(zip(aux, others, strict=True))
-    runner = ModelRunner(model, bare, aux, layout, implementation, allocate=False)
+    runner = ModelRunner(model, strategy, aux, layout, implementation, allocate=False)
     try:
         runner.memory = _planned(runner, model, aux, config, warm_up, progress)
         if model.split is not None and model.split.spans_processes:
-            _agree(runner, model, bare, aux)
+            _agree(runner, model, aux)
             if jax.process_index():
                 _follow(runner, warm_up)
             runner.device = acts.LeadingDevice(runner.device, hosts.Leader())
@@ -87,9 +85,10 @@ def start(
     return runner
 
 
-def _agree(runner: ModelRunner, model: Model, strategy: Any, aux: Mapping[str, Model]) -> None:
+def _agree(runner: ModelRunner, model: Model, aux: Mapping[str, Model]) -> None:
     """The same pages on every process, of the same model and settings."""
     assert runner.memory is not None
+    strategy: Any = runner.programs.strategy
     plain = {
         field.name: getattr(strategy, field.name)
         for field in dataclasses.fields(strategy)

@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 
 from dllm_jax.engine import checks
-from dllm_jax.engine.admission import ActiveRequest, accept
+from dllm_jax.engine.active import ActiveRequest, accept, is_whole, output
 from dllm_jax.engine.detokenize import TextStream, special_stops
 from dllm_jax.engine.faults import Faults
 from dllm_jax.engine.layout import CompileFailure, DeviceFailure, EngineLayout
-from dllm_jax.engine.outputs import is_whole, output
 from dllm_jax.engine.requests import DraftMetrics, Request, RequestOutput
 from dllm_jax.engine.rounds import Budget, Chunk, all_end, groups, num_steps
 from dllm_jax.engine.scheduler import Scheduler

@@ -6,6 +6,7 @@ advances every request; an `Inbox` keeps the outputs of its own requests until t
 
 import contextlib
 import inspect
+import math
 import os
 import signal
 import threading
@@ -15,10 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from dllm_jax.engine.engine import Engine
-from dllm_jax.engine.outputs import draft_warning
-from dllm_jax.engine.requests import Request, RequestOutput, StreamEvent
+from dllm_jax.engine.requests import DraftMetrics, Request, RequestOutput, StreamEvent
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+WARN_ROUNDS = 64  # rounds with a draft before the warning
+WARN_LENGTH = 1.15  # tokens a round; the target's own token is 1
 
 
 FORKED = (
@@ -347,6 +349,29 @@ class InterruptsHeld:
         signal.signal(number, self._before)  # `__exit__` may not come to it
         self._before(*waits)
         self._before(number, frame)
+
+
+def draft_warning(drafted: DraftMetrics) -> str | None:
+    """A warning about drafts that are hardly ever accepted, after `WARN_ROUNDS` rounds.
+
+    Limits and stop ids that cut rounds short do not count against the draft.
+    """
+    rounds = drafted.proposed[0]  # with room for a draft
+    if rounds < WARN_ROUNDS:
+        return None
+    shares = [share for share in drafted.accepted_per_position if not math.isnan(share)]
+    length = 1.0 + sum(shares)
+    if length >= WARN_LENGTH:
+        return None
+    # The causes by how often they are met: docs/dflash.md, "When few drafts are right".
+    return (
+        f"the draft is hardly ever right: {length:.2f} tokens a round over {rounds} rounds, where "
+        "1 is no draft accepted. The text is not changed, only slower. Likely causes: the draft "
+        "was trained for another target, or another version or quantization of it; its "
+        "target_layer_ids are off by one; the prompts are not as in its training (chat template, "
+        "thinking mode, language); the temperature is high. Without the draft, use the strategy "
+        "'ar'"
+    )
 
 
 def _depth() -> int:

@@ -1,12 +1,11 @@
 """Limits of a request, as rows that every surface reads.
 
 `NUMBERS` and `TYPED` are of single fields: `SamplingParams`, `generate`, bodies over HTTP and flags
-check by them. `RULES` are of a request in an engine: `check` refuses the first that it breaks.
+check by them. `check` refuses the first rule that a request breaks in an engine.
 """
 
-import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dllm_jax.engine import checks
@@ -59,174 +58,151 @@ TYPED = NUMBERS | {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Case:
-    """A request as `RULES` see it."""
+UNSUPPORTED = "unsupported_parameter"
 
-    request: Any
-    layout: EngineLayout
-    stop_ids: tuple[int, ...]
-    has_tokenizer: bool
-
-    @property
-    def params(self) -> Any:
-        return self.request.params
-
-    @property
-    def suffix(self) -> Sequence[int]:
-        return self.request.suffix_token_ids
-
-    @property
-    def given(self) -> list[int]:
-        return [token for token in self.suffix if token != HOLE]
-
-    @property
-    def end(self) -> int:  # the last given token's place after the prompt, from 1; 0: none
-        last = max((end for end, token in enumerate(self.suffix, 1) if token != HOLE), default=0)
-        return last and (self.params.max_tokens or 0) + last
-
-    @property
-    def room(self) -> int:  # cells of the first window after the prompt
-        prompt_len = len(self.request.prompt_token_ids)
-        return self.layout.window - (prompt_len - self.layout.prefill_len(prompt_len))
-
-    @property
-    def blocks(self) -> int:  # blocks of a window that holds all given tokens
-        return -(-(self.layout.window - self.room + self.end) // self.layout.block_size)
-
-    @property
-    def is_cut(self) -> bool:  # whether `top_p` leaves out some of what is drawn
-        params = self.params
-        return params.temperature > 0 and params.top_p is not None and params.top_p < 1.0
+# Whether a request breaks a rule, the field at fault, the message, and the code if it is no usual
+# one.
+_Row = tuple[Any, str, str] | tuple[Any, str, str, str]
 
 
-class Rule(NamedTuple):
-    """A row: `{c}` in the message is the case."""
+def _rows(request: Any, layout: EngineLayout, stop_ids: Sequence[int], reads: bool) -> list[_Row]:
+    """What a request may hold; the first rule that it breaks is reported."""
+    params, suffix = request.params, request.suffix_token_ids
+    deadline_s, stops = request.deadline_s, checks.short_repr(params.stop)
+    return [
+        (
+            (params.logprobs is not None or params.record) and not layout.logprobs,
+            "logprobs",
+            "log-probabilities are not kept by this engine; make it with LLM(logprobs=True), or "
+            "start `dllm-jax serve --logprobs`",
+            UNSUPPORTED,
+        ),
+        (params.record and layout.no_record, "record", str(layout.no_record), UNSUPPORTED),
+        (
+            params.record and params.constraint is not None,
+            "record",
+            "record=True with a constraint, whose tokens are drawn together; leave one of the two "
+            "out",
+        ),
+        (
+            params.record and params.stop,
+            "record",
+            "record=True with stop strings, which cut a text between tokens; use stop_token_ids",
+        ),
+        (
+            params.constraint is not None and layout.batch_invariant,
+            "constraint",
+            "a constraint is not covered by batch_invariant=True; leave one of the two out",
+        ),
+        (
+            not (request.prompt_token_ids or suffix),
+            "prompt",
+            "the prompt is empty; give at least one token",
+        ),
+        (
+            not request.prompt_token_ids and layout.compute_at_least,
+            "prompt",
+            "nothing stands before the text, and the model tells a token from the one before it; "
+            "give at least one token as the prompt",
+        ),
+        *_rows_of_suffix(request, layout, stop_ids),
+        (
+            len(stop_ids) > STOP_WIDTH,
+            "stop_token_ids",
+            f"{len(stop_ids)} stop ids, the model's own included; at most {STOP_WIDTH} fit: give "
+            "fewer, or use stop strings",
+        ),
+        (
+            params.stop and not reads,
+            "stop",
+            "stop strings need a tokenizer; use stop_token_ids",
+        ),
+        (
+            params.stop and any(token != HOLE for token in inner(suffix)),
+            "stop",
+            f"stop={stops} may also be found in what is given between holes; use stop_token_ids, "
+            "which end the text only where they are written",
+        ),
+        (
+            deadline_s is not None and not deadline_s > 0,
+            "deadline_s",
+            f"{deadline_s=} must be above 0 seconds",
+        ),
+        *(() if request.grammar is None else _rows_of_grammar(params, stop_ids)),
+    ]
 
-    field: str
-    is_broken: Callable[[_Case], Any]
-    message: str
-    code: str = "invalid_value"
+
+def _rows_of_suffix(request: Any, layout: EngineLayout, stop_ids: Sequence[int]) -> list[_Row]:
+    max_tokens, suffix = request.params.max_tokens, request.suffix_token_ids
+    prompt_len, S = len(request.prompt_token_ids), layout.block_size
+    places = [place for place, token in enumerate(suffix, 1) if token != HOLE]
+    end = (max_tokens or 0) + places[-1] if places else 0  # of what is given, after the prompt
+    room = layout.window - (prompt_len - layout.prefill_len(prompt_len))  # of the first window
+    return [
+        (
+            suffix and not (layout.in_window or layout.pins or layout.starts_filled),
+            "suffix",
+            "the strategy takes no text behind a hole; use one that does, such as multi_bd or "
+            "full_sequence",
+            UNSUPPORTED,
+        ),
+        (
+            layout.pins and end > S,
+            "suffix",
+            f"the last token given behind the prompt is at {end}, behind the {S} cells of the "
+            "first block; give it before, or leave it out",
+        ),
+        (
+            layout.starts_filled and end > max(room, 0),
+            "suffix",
+            f"the last token given behind a hole is token {end} behind the prompt, and the window "
+            f"has {room} cells there; use buffer_size={-(-(layout.window - room + end) // S)}, or "
+            "give less",
+        ),
+        (
+            layout.starts_filled and any(token in stop_ids for token in suffix),
+            "suffix",
+            "a token given behind a hole is a stop id, which would end the text; leave it out, or "
+            "use ignore_eos=True",
+        ),
+        (
+            suffix and max_tokens is None,
+            "max_tokens",
+            "max_tokens=None beside a suffix; give the number of tokens to write",
+        ),
+    ]
 
 
-RULES = (
-    Rule(
-        "logprobs",
-        lambda c: (c.params.logprobs is not None or c.params.record) and not c.layout.logprobs,
-        "log-probabilities are not kept by this engine; make it with LLM(logprobs=True), or start "
-        "`dllm-jax serve --logprobs`",
-        "unsupported_parameter",
-    ),
-    Rule(
-        "record",
-        lambda c: c.params.record and c.layout.no_record,
-        "{c.layout.no_record}",
-        "unsupported_parameter",
-    ),
-    Rule(
-        "record",
-        lambda c: c.params.record and c.params.constraint is not None,
-        "record=True with a constraint, whose tokens are drawn together; leave one of the two out",
-    ),
-    Rule(
-        "record",
-        lambda c: c.params.record and c.params.stop,
-        "record=True with stop strings, which cut a text between tokens; use stop_token_ids",
-    ),
-    Rule(
-        "constraint",
-        lambda c: c.params.constraint is not None and c.layout.batch_invariant,
-        "a constraint is not covered by batch_invariant=True; leave one of the two out",
-    ),
-    Rule(
-        "prompt",
-        lambda c: not (c.request.prompt_token_ids or c.suffix),
-        "the prompt is empty; give at least one token",
-    ),
-    Rule(
-        "prompt",
-        lambda c: not c.request.prompt_token_ids and c.layout.compute_at_least,
-        "nothing stands before the text, and the model tells a token from the one before it; "
-        "give at least one token as the prompt",
-    ),
-    Rule(
-        "suffix",
-        lambda c: c.suffix and not (c.layout.in_window or c.layout.pins or c.layout.starts_filled),
-        "the strategy takes no text behind a hole; use one that does, such as multi_bd or "
-        "full_sequence",
-        "unsupported_parameter",
-    ),
-    Rule(
-        "suffix",
-        lambda c: c.layout.pins and c.end > c.layout.block_size,
-        "the last token given behind the prompt is at {c.end}, behind the {c.layout.block_size} "
-        "cells of the first block; give it before, or leave it out",
-    ),
-    Rule(
-        "suffix",
-        lambda c: c.layout.starts_filled and c.given and c.end > c.room,
-        "the last token given behind a hole is token {c.end} behind the prompt, and the window "
-        "has {c.room} cells there; use buffer_size={c.blocks}, or give less",
-    ),
-    Rule(
-        "suffix",
-        lambda c: c.layout.starts_filled and any(token in c.stop_ids for token in c.given),
-        "a token given behind a hole is a stop id, which would end the text; leave it out, or "
-        "use ignore_eos=True",
-    ),
-    Rule(
-        "max_tokens",
-        lambda c: c.suffix and c.params.max_tokens is None,
-        "max_tokens=None beside a suffix; give the number of tokens to write",
-    ),
-    Rule(
-        "stop_token_ids",
-        lambda c: len(c.stop_ids) > STOP_WIDTH,
-        f"{{num_stops}} stop ids, the model's own included; at most {STOP_WIDTH} fit: give fewer, "
-        "or use stop strings",
-    ),
-    Rule(
-        "stop",
-        lambda c: c.params.stop and not c.has_tokenizer,
-        "stop strings need a tokenizer; use stop_token_ids",
-    ),
-    Rule(
-        "stop",
-        lambda c: c.params.stop and any(token != HOLE for token in inner(c.suffix)),
-        "stop={stop} may also be found in what is given between holes; use stop_token_ids, which "
-        "end the text only where they are written",
-    ),
-    Rule(
-        "deadline_s",
-        lambda c: c.request.deadline_s is not None and not c.request.deadline_s > 0,
-        "deadline_s={c.request.deadline_s} must be above 0 seconds",
-    ),
-    Rule(
-        "ignore_eos",
-        lambda c: c.request.grammar is not None and c.params.ignore_eos,
-        "ignore_eos=True beside a constraint, whose text ends with the model's own stop id; "
-        "leave one of them out",
-    ),
-    Rule(
-        "constraint",
-        lambda c: c.request.grammar is not None and not c.stop_ids,
-        "the model has no stop id, with which a constrained text ends; give one in stop_token_ids",
-    ),
-    Rule(
-        "top_p",
-        lambda c: c.request.grammar is not None and c.is_cut,
-        "top_p={c.params.top_p} beside a constraint, whose texts are drawn from all that it "
-        "allows; leave it out",
-        "unsupported_parameter",
-    ),
-    Rule(
-        "top_k",
-        lambda c: c.request.grammar is not None and c.params.temperature > 0 and c.params.top_k,
-        "top_k={c.params.top_k} beside a constraint, whose texts are drawn from all that it "
-        "allows; leave it out",
-        "unsupported_parameter",
-    ),
-)
+def _rows_of_grammar(params: Any, stop_ids: Sequence[int]) -> list[_Row]:
+    is_drawn, top_p, top_k = params.temperature > 0, params.top_p, params.top_k
+    return [
+        (
+            params.ignore_eos,
+            "ignore_eos",
+            "ignore_eos=True beside a constraint, whose text ends with the model's own stop id; "
+            "leave one of them out",
+        ),
+        (
+            not stop_ids,
+            "constraint",
+            "the model has no stop id, with which a constrained text ends; give one in "
+            "stop_token_ids",
+        ),
+        (
+            is_drawn and top_p is not None and top_p < 1.0,
+            "top_p",
+            f"{top_p=} beside a constraint, whose texts are drawn from all that it allows; leave "
+            "it out",
+            UNSUPPORTED,
+        ),
+        (
+            is_drawn and top_k,
+            "top_k",
+            f"{top_k=} beside a constraint, whose texts are drawn from all that it allows; leave "
+            "it out",
+            UNSUPPORTED,
+        ),
+    ]
 
 
 def check(
@@ -241,16 +217,13 @@ def check(
     Raises:
         Refused: It does.
     """
-    case = _Case(request, layout, stop_ids, has_tokenizer)
-    ids = [*request.prompt_token_ids, *case.given]
+    ids = [*request.prompt_token_ids, *(i for i in request.suffix_token_ids if i != HOLE)]
     check_ids("the prompt", ids, layout.vocab_size, layout.unread_token_ids)
     check_thresholds(request.params.strategy_overrides, layout.knobs)
     _check_together(request.params.strategy_overrides, layout)
-    for rule in RULES:
-        if rule.is_broken(case):
-            stop = checks.short_repr(case.params.stop)
-            said = rule.message.format(c=case, stop=stop, num_stops=len(stop_ids))
-            raise Refused(said, rule.field, rule.code)
+    for is_broken, field, message, *code in _rows(request, layout, stop_ids, has_tokenizer):
+        if is_broken:
+            raise Refused(message, field, *code)
 
 
 def check_ids(name: str, ids: Sequence[int], vocab_size: int, unread: Collection[int] = ()) -> None:

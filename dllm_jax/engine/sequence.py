@@ -14,7 +14,7 @@ class Sequence:
     """One text of a request, as the host knows it.
 
     Attributes:
-        owner: Its request (`admission.ActiveRequest`).
+        owner: Its request (`active.ActiveRequest`).
         rank: (priority, arrival): lower goes first, no two are equal.
         client: Whose it is.
         turn: Its round in the queue of its priority, in each of which a client has one.

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dllm_jax.kernels.kv_write.fp8 import DTYPE as KV_FP8
 from dllm_jax.loading.tokenizer import encode, read_tokenizer
 from dllm_jax.models import reference
 from dllm_jax.models.architecture import Architecture
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.family import FamilyDefaults
+from dllm_jax.models.kv_cache import KV_FP8
 from dllm_jax.models.quantization import is_quantized, shapes_like
 from dllm_jax.models.sharding import Exchange, Split, partitioned
 from dllm_jax.scoring import likelihood

@@ -20,6 +20,7 @@ from dllm_jax.models.dflash import DFlashConfig
 from dllm_jax.models.gemma import GemmaConfig
 from dllm_jax.models.sharding import Split
 
+KV_FP8 = fp8.DTYPE
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
 KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = ("auto", "fp8", "fp8_e4m3")
 

@@ -46,10 +46,7 @@ CPU_PREFILL_BUCKETS = (64,)
 
 
 def make_layout(
-    model: Model,
-    strategy: Any,
-    aux: Mapping[str, Model],
-    config: EngineConfig,
+    model: Model, strategy: Any, aux: Mapping[str, Model], config: EngineConfig
 ) -> EngineLayout:
     """The sizes and rules of an engine.
 

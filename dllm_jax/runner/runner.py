@@ -18,11 +18,11 @@ from dllm_jax.loading.model import Model
 from dllm_jax.runner import decode as decoding
 from dllm_jax.runner import estimate, grammars, memory, packing
 from dllm_jax.runner.dispatch import Chunk, Dispatch
-from dllm_jax.runner.fetched import Fetched, pinned_of
 from dllm_jax.runner.programs import Call, Programs
-from dllm_jax.runner.state import DeviceState
+from dllm_jax.runner.state import DeviceState, pinned_of
 from dllm_jax.runner.worker import Worker
 from dllm_jax.strategies.core.errors import described
+from dllm_jax.strategies.core.knobs import split_knobs
 from dllm_jax.strategies.core.state import DecodeState
 from dllm_jax.strategies.dflash import drafting
 
@@ -32,7 +32,7 @@ class ModelRunner(Dispatch):
 
     Args:
         model: Weights and network.
-        strategy: Bare (`split_knobs`).
+        strategy: Its knobs are left out: requests bring them.
         aux: Other models that the strategy needs.
         layout: Sizes; every program is compiled for a bucket of them.
         implementation: Attention back end, None for the best.
@@ -58,6 +58,7 @@ class ModelRunner(Dispatch):
     ):
         for network in (model, *aux.values()):
             _check_place(network)
+        strategy = split_knobs(strategy)[0]
         made_from = Programs(
             model=model,
             aux=dict(aux),
@@ -147,7 +148,7 @@ class ModelRunner(Dispatch):
 
     # --- results ------------------------------------------------------------------------------
 
-    def fetch(self, chunk: Chunk) -> Fetched:
+    def fetch(self, chunk: Chunk) -> packing.Fetched:
         """Wait for a chunk and read it.
 
         Raises:
@@ -158,7 +159,7 @@ class ModelRunner(Dispatch):
         try:
             packed, far = self.device.wait(chunk.words)
             # Copied: where `_near` holds it, its memory is another result's once it is let go.
-            return Fetched(self.device.read(lambda: np.array(packed)), self, far)
+            return packing.Fetched(self.device.read(lambda: np.array(packed)), self, far)
         except jax.errors.JaxRuntimeError as error:  # where it failed after it was launched
             raise self.failure(error) from error
 

@@ -24,6 +24,8 @@ from dllm_jax.strategies.core.constraint import Constraint
 from dllm_jax.strategies.core.errors import described
 from dllm_jax.strategies.core.state import DecodeState
 
+PINNED = "pinned_host"  # memory of the host that a GPU writes
+
 
 class DeviceState:
     """The slots and the pool on the device, with the compiled programs over them.
@@ -240,3 +242,17 @@ def _device_of(made_from: Programs) -> Any:
     arrays.sort(key=lambda leaf: not leaf.committed)
     places = (leaf.sharding for leaf in arrays)
     return next((one for one in places if isinstance(one, SingleDeviceSharding)), None)
+
+
+def pinned_of(home: Any) -> Any:
+    """Memory of the host into which a GPU copies a result once it is computed.
+
+    None where there is none, or where several devices share the model.
+    """
+    if home is None:
+        return None
+    (device,) = home.device_set
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if device.platform != "gpu" or PINNED not in kinds:
+        return None
+    return SingleDeviceSharding(device, memory_kind=PINNED)

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from dllm_jax.kernels.token_readout.head import Fp8Head
 from dllm_jax.loading.model import Model
 from dllm_jax.models import dense, dflash, reference
+from dllm_jax.models.quantization import is_quantized
 
 GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}  # decay of the loss weights by block size; arXiv 2602.06036
 
@@ -163,7 +163,8 @@ def loss(
     return jnp.sum(cost) / jnp.maximum(jnp.sum(weight), 1.0), metrics
 
 
-def _widened(weights: Array | Fp8Head) -> Array:
+def _widened(weights: Any) -> Array:
     """An embedding or a head in 16 or 32 bits."""
-    is_small = isinstance(weights, Fp8Head)
-    return weights.values.astype(jnp.float32) * weights.scales[:, None] if is_small else weights
+    if not is_quantized(weights):
+        return weights
+    return weights.values.astype(jnp.float32) * weights.scales[:, None]

@@ -1,6 +1,6 @@
 """The scheduler's plans, rule by rule: admission, sharing, growth, preemption.
 
-Proves the rules of `scheduler`, `rounds` and `admission` one by one on pools of a few pages, page
+Proves the rules of `scheduler`, `rounds` and `active` one by one on pools of a few pages, page
 and block sizes that do not divide each other among them. test_engine_machine.py proves that they
 work together. `host` is the package's own modules; tests/mutants hands broken copies in.
 """
@@ -56,9 +56,7 @@ class Books:
         host = self.host
         params = host.requests.SamplingParams(**{"max_tokens": 16, **wishes})
         request = host.requests.Request(prompt_token_ids=list(prompt), params=params, **fields)
-        live = host.admission.accept(
-            request, "name", self.number, 0.0, self.scheduler.layout, None, 9
-        )
+        live = host.active.accept(request, "name", self.number, 0.0, self.scheduler.layout, None, 9)
         self.number += params.n
         return live
 
@@ -104,7 +102,7 @@ class Books:
 
 def test_a_text_ends_at_its_tokens_the_model_or_the_pool(host: ModuleType) -> None:
     layout, small = make_layout(host), make_layout(host, num_pages=6)
-    limits = host.admission.limits
+    limits = host.active.limits
     assert limits(layout, 5, 7, ()) == (12, 16)  # and the rest of the last block is written
     assert limits(layout, 5, 99, ()) == (40, 44)
     assert limits(small, 5, 99, ()) == (20, 24)
@@ -121,8 +119,8 @@ def test_a_text_ends_at_its_tokens_the_model_or_the_pool(host: ModuleType) -> No
 def test_a_request_that_can_never_run_is_refused(prompt_len: int, pages: int, message: str) -> None:
     layout = make_layout(HOST, num_pages=pages)
     with pytest.raises(ValueError, match=message):
-        HOST.admission.limits(layout, prompt_len, 8, ())
-    assert HOST.admission.limits(layout, prompt_len - 1, 8, ())
+        HOST.active.limits(layout, prompt_len, 8, ())
+    assert HOST.active.limits(layout, prompt_len - 1, 8, ())
 
 
 def test_a_window_holds_prompt_text_and_suffix(host: ModuleType) -> None:
@@ -135,9 +133,9 @@ def test_a_window_holds_prompt_text_and_suffix(host: ModuleType) -> None:
     }
     layout, suffix = make_layout(host, **rules), (7, 7, 7)
     # Not 13 + 3 + a block: the table has 4 pages.
-    assert host.admission.limits(layout, 6, 7, suffix) == (13, 16)
+    assert host.active.limits(layout, 6, 7, suffix) == (13, 16)
     with pytest.raises(ValueError, match=r"6 \+ 8 \+ 3 tokens, the window has 16"):
-        host.admission.limits(layout, 6, 8, suffix)
+        host.active.limits(layout, 6, 8, suffix)
 
 
 def test_a_lone_text_that_fills_the_pool_gets_all_of_it(host: ModuleType) -> None:

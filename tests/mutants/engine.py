@@ -103,7 +103,7 @@ PAGES = [
 QUEUE = [
     *broken(
         "test_scheduler.test_a_text_ends_at_its_tokens_the_model_or_the_pool",
-        "admission.py",
+        "active.py",
         limit_ignores_the_pool=("layout.max_model_len, room)", "layout.max_model_len)"),
         last_block_is_not_reserved=(
             "beyond = layout.block_size + total",
@@ -112,7 +112,7 @@ QUEUE = [
     ),
     *broken(
         "test_scheduler.test_a_window_holds_prompt_text_and_suffix",
-        "admission.py",
+        "active.py",
         more_is_written_than_the_table_holds=(
             "min(limit + beyond, layout.page_buckets[-1] * layout.page_size)",
             "limit + beyond",
@@ -120,7 +120,7 @@ QUEUE = [
     ),
     *broken(
         "machine",
-        "admission.py",
+        "active.py",
         prompt_without_room_is_taken=("if limit <= prompt_len:", "if limit < prompt_len:"),
     ),
     *broken(
@@ -514,7 +514,7 @@ ROUNDS = [
 ADMISSION = [
     *broken(
         "machine",
-        "admission.py",
+        "active.py",
         sequences_share_a_key=("number + index if params.seed is None else index", "index"),
         own_stop_ids_are_kept=(
             "() if params.ignore_eos else layout.stop_token_ids)\n    if params.stop",
@@ -534,7 +534,7 @@ ADMISSION = [
             "enumerate(suffix, 1) if token == HOLE",
             "enumerate(suffix[:0], 1) if token == HOLE",
         ),
-        stop_string_among_what_is_given=("c.params.stop and any(", "False and any("),
+        stop_string_among_what_is_given=("params.stop and any(", "False and any("),
     ),
     *broken(
         "machine",
@@ -543,7 +543,7 @@ ADMISSION = [
     ),
     *broken(
         "test_scheduler.test_a_text_with_a_suffix_is_not_cut_short",
-        "admission.py",
+        "active.py",
         text_with_a_suffix_is_cut=(
             "if suffix and (limit < prompt_len + text_len or",
             "if suffix and (",
@@ -552,14 +552,14 @@ ADMISSION = [
     ),
     *broken(
         "test_scheduler.test_priority_then_arrival_decide",
-        "admission.py",
+        "active.py",
         high_priority_is_a_high_number=("rank=(request.priority,", "rank=(-request.priority,"),
     ),
     *broken(
         "test_scheduler.test_bounds_belong_to_their_ranges",
         "rules.py",
         bounds_are_outside=("if not low <= value <= high:", "if not low < value < high:"),
-        one_stop_id_too_few=("len(c.stop_ids) > STOP_WIDTH", "len(c.stop_ids) >= STOP_WIDTH"),
+        one_stop_id_too_few=("len(stop_ids) > STOP_WIDTH", "len(stop_ids) >= STOP_WIDTH"),
     ),
     *broken(
         "test_scheduler.test_ids_of_the_vocabulary_are_taken",

@@ -24,8 +24,8 @@ from dllm_jax.compile import warmup
 from dllm_jax.engine.requests import SamplingParams
 from dllm_jax.engine.sequence import DECODE, PREFILL
 from dllm_jax.runner import buckets
-from dllm_jax.runner.fetched import PINNED
 from dllm_jax.runner.runner import ModelRunner
+from dllm_jax.runner.state import PINNED
 from dllm_jax.strategies import AR
 from dllm_jax.strategies.core.protocol import split_knobs
 from dllm_jax.strategies.core.state import ACTIVE, DUMMY, FINISH_REASONS, TO_CACHE, Carry

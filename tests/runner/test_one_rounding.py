@@ -16,7 +16,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import dllm_jax as dj
-from dllm_jax.engine.admission import accept
+from dllm_jax.engine.active import accept
 from dllm_jax.engine.layout import DeviceFailure, EngineConfig
 from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.kernels import hopper

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from dllm_jax.bench import measure
-from dllm_jax.engine.inbox import SharedEngine
-from dllm_jax.engine.outputs import WARN_ROUNDS, draft_warning
+from dllm_jax.engine.inbox import WARN_ROUNDS, SharedEngine, draft_warning
 from dllm_jax.engine.requests import DraftMetrics, RequestOutput
 from tests.contract import engine as toy
 from tests.contract.cases import case

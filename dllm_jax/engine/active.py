@@ -1,14 +1,24 @@
-"""From a request to the sequences that the engine runs; unfit requests are refused here."""
+"""A request in the engine: made into sequences, unless it is refused, and read as outputs."""
 
 import dataclasses
+import itertools
+from collections import abc
 from typing import Any
 
 from dllm_jax.engine.checks import Refused
 from dllm_jax.engine.detokenize import TextStream, special_stops
 from dllm_jax.engine.layout import HOLE, NO_LIMIT, EngineLayout, Placement
-from dllm_jax.engine.requests import Request, SamplingParams
+from dllm_jax.engine.record import Record, Write, record_of
+from dllm_jax.engine.requests import (
+    CompletionOutput,
+    DraftMetrics,
+    Metrics,
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
 from dllm_jax.engine.rules import check, inner
-from dllm_jax.engine.sequence import Sequence
+from dllm_jax.engine.sequence import DONE, Sequence
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -179,3 +189,139 @@ def _check_fits(request: Request) -> None:
             "the constraint",
             "constraint",
         )
+
+
+# --- outputs ---------------------------------------------------------------------------------
+
+
+def output(active: ActiveRequest, now: float) -> RequestOutput:
+    """The request's state at `now` on the engine's clock."""
+    completions = [_completion(active, sequence) for sequence in active.sequences]
+    return RequestOutput(
+        request_id=active.id,
+        prompt=active.request.prompt,
+        prompt_token_ids=active.sequences[0].prompt,
+        outputs=completions,
+        finished=all(sequence.stage == DONE for sequence in active.sequences),
+        metrics=_metrics(active, completions, now),
+        error=active.error,
+        constraint_notes=() if active.request.grammar is None else active.request.grammar.notes,
+    )
+
+
+def _completion(active: ActiveRequest, sequence: Sequence) -> CompletionOutput:
+    tokens, stream = list(sequence.tokens), sequence.stream
+    if active.params.stop and sequence.stage != DONE and stream is not None:
+        del tokens[stream.num_shown :]  # a shown token is never taken back
+    window: tuple[int | None, ...] = ()
+    window_logprobs: tuple[float | None, ...] = ()
+    num_top = active.params.logprobs
+    if active.request.denoise and sequence.saved is not None:
+        fetch, row = sequence.saved
+        window = fetch.window(row, len(tokens))
+        if num_top is not None:
+            _, _, writes = fetch.behind_text(row, len(tokens))
+            pairs = zip(window, writes, strict=False)
+            window_logprobs = tuple(None if one is None else write.raw for one, write in pairs)
+    return CompletionOutput(
+        index=sequence.index,
+        text="" if stream is None else stream.text,
+        token_ids=tokens,
+        finish_reason=sequence.finish_reason,
+        window=window,
+        stop_reason=_stop_reason(active, sequence),
+        constraint_met=None if sequence.finish_reason is None else is_whole(sequence),
+        logprobs=None if num_top is None else _logprobs(tokens, sequence.written, num_top),
+        window_logprobs=window_logprobs,
+        record=_record(active, sequence) if active.params.record else None,
+    )
+
+
+def _logprobs(
+    tokens: abc.Sequence[int], written: abc.Sequence[Write], num_top: int
+) -> list[dict[int, float]]:
+    """Of each token, and of the likeliest."""
+    return [
+        {token: write.raw, **dict(itertools.islice(write.top.items(), num_top))}
+        for token, write in zip(tokens, written, strict=False)
+    ]
+
+
+def _record(active: ActiveRequest, sequence: Sequence) -> Record | None:
+    """The record of a text that has ended."""
+    if sequence.finish_reason is None:
+        return None
+    placement, layout = sequence.placement, active.layout
+    position, ids, writes = sequence.tail or (0, [], [])
+    first = placement.prompt_len
+    every = [
+        *zip(itertools.count(first), sequence.tokens, sequence.written, strict=False),
+        *zip(itertools.count(position), ids, writes, strict=False),
+    ]
+    every = [(at, token, one) for at, token, one in every if token is not None and one.step > -2]
+    columns = {
+        "position": [at for at, _, _ in every],
+        "step": [one.step for _, _, one in every],
+        "token": [token for _, token, _ in every],
+        "log_prob": [one.law for _, _, one in every],
+        "is_edit": [False] * len(every),
+    }
+    return record_of(
+        sequence.prompt,
+        len(sequence.tokens),
+        sequence.finish_reason,
+        placement.limit,
+        layout.block_size,
+        layout.align,
+        columns,
+        {**layout.law, **placement.sampling._asdict(), "knobs": dict(placement.knobs)},
+    )
+
+
+def is_whole(sequence: Sequence) -> bool | None:
+    """Whether a text is one of its grammar, with nothing cut off; None without a grammar."""
+    grammar = sequence.placement.grammar
+    if grammar is None:
+        return None
+    state = grammar.start
+    for token in sequence.tokens:
+        state = int(grammar.delta[state, grammar.class_of[token]])
+    return bool(grammar.distance[state] == 0)
+
+
+def _stop_reason(active: ActiveRequest, sequence: Sequence) -> str | int | None:
+    reason, stream = sequence.finish_reason, sequence.stream
+    if reason == "stop":
+        text = None if stream is None else stream.stop
+        return sequence.stop_id if text is None else text
+    if reason == "abort" and active.is_late:
+        return "deadline"
+    return reason if reason in ("nfe", "repetition") else None
+
+
+def _metrics(
+    active: ActiveRequest, completions: abc.Sequence[CompletionOutput], now: float
+) -> Metrics:
+    sequences = active.sequences
+    nfe = sum(sequence.nfe for sequence in sequences)
+    num_written = sum(
+        sequence.placement.num_written(len(completion.token_ids))
+        for sequence, completion in zip(sequences, completions, strict=True)
+    )
+    firsts = [sequence.first_s for sequence in sequences if sequence.first_s is not None]
+    slots = [sequence.admitted_s for sequence in sequences if sequence.admitted_s is not None]
+    ends = [sequence.end_s for sequence in sequences if sequence.end_s is not None]
+    if len(ends) == len(sequences):
+        now = max(ends)
+    return Metrics(
+        nfe=nfe,
+        prefill_nfe=sum(sequence.prefill_nfe for sequence in sequences),
+        cached_tokens=sum(sequence.cached_tokens or 0 for sequence in sequences),
+        num_preemptions=sum(sequence.num_preemptions for sequence in sequences),
+        tokens_per_forward=num_written / max(nfe, 1),
+        ttfb_s=min(firsts) - active.added_s if firsts else None,
+        e2e_s=now - active.added_s,
+        prompt_cached_tokens=sequences[0].cached_tokens or 0,  # the others find its pages
+        queue_s=min(slots) - active.added_s if slots else None,
+        draft=DraftMetrics.together(sequence.draft_metrics() for sequence in sequences),
+    )
