@@ -1,7 +1,7 @@
 """A loop with tools against `dllm-jax serve`, by OpenAI's client.
 
     dllm-jax serve builtin:tiny-sdar --tool-format hermes
-    python examples/agent.py    # or the address of another server
+    python examples/agent.py    # or the address of another server, with /v1
 
 The built-in model was never trained on tools: its calls are valid, and make no sense. It has room
 for 512 tokens, offer and answers together.
