@@ -61,6 +61,8 @@ def test_help_of_train_says_what_the_recipes_set():
     from dllm_jax.training import command
 
     named = {"steps": "num_steps", "layers": "num_layers", "dtype": "compute_dtype"}
+    named["problem_family"] = "family"
+    others_say = ("--target", "--budget-seconds", "--family")
     compared = 0
     for kind in KINDS:
         recipe = command.KINDS[kind]
@@ -71,7 +73,7 @@ def test_help_of_train_says_what_the_recipes_set():
             value = next((value for value in found if value is not None), None)
             if name == "row_tokens" and value is None:
                 value = recipe.data.lengths[0]
-            if kind in kinds and value is not None and flag not in ("--target", "--budget-seconds"):
+            if kind in kinds and value is not None and flag not in others_say:
                 compared += 1
                 usual, *others = DEFAULTS[flag].split(", ")
                 own = dict(other.split(" ", 1) for other in others).get(kind, usual)
