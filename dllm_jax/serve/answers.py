@@ -38,7 +38,10 @@ class Form:
     Attributes:
         is_chat: Chat completions; else completions.
         id: Of every chunk.
+        has_logprobs: Log-probabilities are asked for.
     """
+
+    has_logprobs = False
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class Form:
         if weight_version is not None:
             self._whole["weight_version"] = weight_version
         self._chunk = self._whole | ({"object": f"{kind}.chunk"} if is_chat else {})
+        self._written: dict[int, bytearray] = {}  # of each choice, where offsets are asked for
 
     def role(self, choice: int) -> dict[str, Any]:
         """A chat stream's first chunk of a choice."""
@@ -72,10 +76,30 @@ class Form:
         """A chunk of text, the last one with its reason."""
         finish, stop = ending(delta)
         content = {"delta": {"content": delta.text}} if self.is_chat else {"text": delta.text}
-        choice = {"index": delta.choice, **content, "logprobs": None, "finish_reason": finish}
+        said = self.logprobs(delta.choice, delta.logprobs)
+        choice = {"index": delta.choice, **content, "logprobs": said, "finish_reason": finish}
         if finish is not None:
             choice["stop_reason"] = stop
         return self._chunk | {"choices": [choice]} | notes_of([delta.usage] if delta.usage else [])
+
+    def logprobs(self, choice: int, said: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+        """Log-probabilities of the next tokens of a choice; None where none were asked for."""
+        if not self.has_logprobs:
+            return None
+        entries = [entry for entry in said if entry is not None]
+        if self.is_chat:
+            return {"content": entries, "refusal": None}
+        written, offsets = self._written.setdefault(choice, bytearray()), []
+        for entry in entries:
+            offsets.append(len(written.decode(errors="ignore")))
+            written += bytes(entry["bytes"])
+        top = [{one["token"]: one["logprob"] for one in entry["top_logprobs"]} for entry in entries]
+        return {
+            "tokens": [entry["token"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "top_logprobs": top if any(top) else None,
+            "text_offset": offsets,
+        }
 
     def frame(self, choice: int, seq: int, changes: dict[str, Any]) -> dict[str, Any]:
         """A denoise frame."""
@@ -96,7 +120,8 @@ class Form:
             finish, stop = ending(delta)
             message = {"role": "assistant", "content": delta.text, "refusal": None}
             content = {"message": message} if self.is_chat else {"text": delta.text}
-            ends = {"logprobs": None, "finish_reason": finish, "stop_reason": stop}
+            said = self.logprobs(delta.choice, delta.logprobs)
+            ends = {"logprobs": said, "finish_reason": finish, "stop_reason": stop}
             choices.append({"index": delta.choice, **content, **ends})
         num_tokens = sum(delta.num_tokens for delta in texts)
         return self._whole | {
@@ -149,14 +174,19 @@ class Window:
     """The provisional window of one choice as its viewer knows it."""
 
     def __init__(self):
-        self._cells: dict[int, str] = {}
+        self._cells: dict[int, tuple[str | float, ...]] = {}
         self.seq = 0
 
     def change(self, frame: Frame) -> dict[str, Any]:
         """What a frame changes, cell by cell; indices count output tokens."""
-        cells = {at: text for at, text in enumerate(frame.cells, frame.at) if text is not None}
+        probs = frame.probs or [None] * len(frame.cells)
+        cells = {
+            at: (text,) if prob is None else (text, prob)
+            for at, (text, prob) in enumerate(zip(frame.cells, probs, strict=False), frame.at)
+            if text is not None
+        }
         before, self._cells = self._cells, cells
-        changed = [[at, text] for at, text in cells.items() if before.get(at) != text]
+        changed = [[at, *cell] for at, cell in cells.items() if before.get(at) != cell]
         holes = [at for at in before if at >= frame.at and at not in cells]
         self.seq += 1
         size = len(frame.cells)

@@ -8,7 +8,9 @@ runs, and the process ends when the other end of the socket is closed.
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import importlib
+import math
 import os
 import select
 import signal
@@ -17,7 +19,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -46,6 +48,7 @@ _MOST_FAILED_STEPS = 3
 _OWN_COUNTS = ("steps", "devices", "weight_version", "compiled")
 _OWN_COUNTS += ("grammar_queries", "grammar_hits", "grammar_stages")
 _MOST_NOTES = 32  # of a constraint, in an answer
+LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
 _SOON_S = 1e-3  # left of a deadline that passed while its request waited
 
 
@@ -614,10 +617,13 @@ class Loop:
                 stop_reason=one.stop_reason,
                 error=output.error if finish == "error" else None,
                 ids=list(ids) if live.has_ids else [],
+                logprobs=self._logprobs(event.logprobs or (), live.request.params.logprobs),
             )
+            del delta.logprobs[len(ids) :]
             if event.window and not event.finish_reason:
                 cells = [None if cell is None else self._piece(cell) for cell in event.window]
-                delta.frame = Frame(delta.num_tokens, output.metrics.nfe, cells)
+                probs = [None if one is None else math.exp(one) for one in event.window_logprobs]
+                delta.frame = Frame(delta.num_tokens, output.metrics.nfe, cells, probs)
             deltas.append(delta)
         if output.finished:
             prompt, names = live.prompt, self._prompts[live.id]
@@ -661,11 +667,44 @@ class Loop:
             compiled=compiled,
         )
 
+    def _logprobs(
+        self, said: Iterable[dict[int, float]], num_top: int | None
+    ) -> list[dict[str, Any] | None]:
+        """Log-probabilities of tokens, of which the first of each is its own, as clients read them.
+
+        None for a token that is no text.
+        """
+        found = []
+        for values in said:
+            token, own = next(iter(values.items()))
+            top = sorted(values.items(), key=lambda pair: -pair[1])[:num_top]
+            entry = _entry(self._spelt[token], own) if token in self._spelt else None
+            if entry is not None:
+                entry["top_logprobs"] = [_entry(self._name(one), value) for one, value in top]
+            found.append(entry)
+        return found
+
+    @functools.cached_property
+    def _spelt(self) -> dict[int, bytes]:
+        """Bytes of the tokens that are text."""
+        spelt = structured.token_bytes(self._served.tokenizer)
+        return {token: data for token, data in enumerate(spelt) if data is not None}
+
+    def _name(self, token: int) -> bytes:
+        data = self._spelt.get(token)
+        return self._piece(token).encode() if data is None else data
+
     def _piece(self, token: int) -> str:
         text = self._pieces.get(token)
         if text is None:
             text = self._pieces[token] = plain_text(self._served.tokenizer, token)
         return text
+
+
+def _entry(data: bytes, value: float) -> dict[str, Any]:
+    """A token and its log-probability; one that was given has none."""
+    number = None if math.isnan(value) else max(value, LEAST_LOGPROB)
+    return {"token": data.decode(errors="replace"), "logprob": number, "bytes": list(data)}
 
 
 def _params(given: dict[str, Any]) -> SamplingParams:

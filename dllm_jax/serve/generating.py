@@ -228,6 +228,7 @@ async def _generate(
         form, kind = make_form(given, texts), TurnStream
     elif tools is not None and isinstance(body, wire.Chat):
         form, kind = _turns(body, tools, texts, given), TurnStream
+    form.has_logprobs = params["logprobs"] is not None
     if body.stream:
         try:
             await box.accepted()
@@ -292,6 +293,7 @@ def _params(
         "n": body.n or 1,
         "strategy_overrides": overrides,
         "constraint": constraint,
+        "logprobs": wire.num_logprobs(body),
     }
 
 

@@ -223,11 +223,16 @@ def total(usages: Sequence[Usage]) -> Usage:
 
 
 class Frame(msgspec.Struct, array_like=True):
-    """The provisional window behind `at` settled tokens; None for a hole."""
+    """The provisional window behind `at` settled tokens; None for a hole.
+
+    Attributes:
+        probs: Probabilities of the cells, where they were asked for.
+    """
 
     at: int
     nfe: int
     cells: list[str | None]
+    probs: list[float | None] = []
 
 
 class Delta(msgspec.Struct, array_like=True):
@@ -238,6 +243,8 @@ class Delta(msgspec.Struct, array_like=True):
         num_tokens: Settled tokens in all.
         usage: On the last delta of a prompt.
         ids: The tokens that are new, where they were asked for.
+        logprobs: Of the tokens that are new, where they were asked for, in the form of
+            `/v1/chat/completions`; None for a token that is no text.
     """
 
     id: int
@@ -250,11 +257,13 @@ class Delta(msgspec.Struct, array_like=True):
     frame: Frame | None = None
     usage: Usage | None = None
     ids: list[int] = []
+    logprobs: list[dict[str, Any] | None] = []
 
     def merge(self, later: "Delta") -> None:
         """Become what a reader of both would know."""
         self.text += later.text
         self.ids = self.ids + later.ids
+        self.logprobs = self.logprobs + later.logprobs
         self.num_tokens = later.num_tokens
         self.finish = later.finish or self.finish
         self.stop_reason = self.stop_reason if later.stop_reason is None else later.stop_reason

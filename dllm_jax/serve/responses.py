@@ -29,6 +29,7 @@ _IGNORED = (
     *("safety_identifier", "service_tier", "prompt_cache_retention", "stream_options"),
     *("prompt_cache_options", "max_tool_calls", "top_logprobs"),
 )
+_LOGPROBS = "message.output_text.logprobs"
 _NEUTRAL = {"background": False, "truncation": "disabled", "previous_response_id": None}
 
 
@@ -100,12 +101,21 @@ def chat_of(fields: dict[str, Any]) -> tuple[wire.Chat, Offered, list[int]]:
         "parallel_tool_calls": fields.get("parallel_tool_calls"),
         "reasoning_effort": reasoning.get("effort"),
         "response_format": _format(text.get("format")),
+        **_logprobs(fields),
     }
     kept = {name: value for name, value in made.items() if value is not None}
     try:
         return msgspec.convert(kept, wire.Chat, strict=True), offered, origins
     except msgspec.ValidationError as error:
         raise placed(not_valid(error), origins, "instructions", "input") from None
+
+
+def _logprobs(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the chat route; what else a client wants included is not there."""
+    include = fields.get("include")
+    if not isinstance(include, list) or _LOGPROBS not in include:
+        return {}
+    return {"logprobs": True, "top_logprobs": fields.get("top_logprobs")}
 
 
 def _format(form: Any) -> dict[str, Any] | None:
@@ -315,10 +325,12 @@ class ResponsesForm:
                 yield self._added(item)
                 yield self._more("content_part.added", content_index=0, part=_part(item, ""))
             assert self._open is not None
-            self._open["content"][0]["text"] += piece.text
+            part = self._open["content"][0]
+            part["text"] += piece.text
             more = {"content_index": 0, "delta": piece.text}
             if is_text:
-                yield self._more("output_text.delta", **more, logprobs=[])
+                part["logprobs"] += piece.logprobs
+                yield self._more("output_text.delta", **more, logprobs=list(piece.logprobs))
             else:
                 yield self._more("reasoning_text.delta", **more)
 
@@ -349,7 +361,7 @@ class ResponsesForm:
             is_text = item["type"] == "message"
             said = {"content_index": 0, "text": part["text"]}
             if is_text:
-                yield self._more("output_text.done", **said, logprobs=[])
+                yield self._more("output_text.done", **said, logprobs=part["logprobs"])
             else:
                 yield self._more("reasoning_text.done", **said)
             yield self._more("content_part.done", content_index=0, part=part)

@@ -193,7 +193,7 @@ class EventStream:
                 self.finishes.append(delta)
                 self.error = delta.error or "no reason given"
                 return
-            if delta.text or delta.ids or delta.finish is not None:
+            if delta.text or delta.ids or delta.logprobs or delta.finish is not None:
                 if delta.text:
                     self._observe_gap(delta.choice, now)
                 yield from self._chunks(delta)
@@ -214,7 +214,8 @@ class EventStream:
         if self._form.is_chat and delta.choice not in self._roles:
             self._roles.add(delta.choice)
             yield event(self._form.role(delta.choice))
-        if delta.finish is None and not self._running_usage:
+        is_plain = not (self._running_usage or self._form.has_logprobs)
+        if delta.finish is None and is_plain:
             yield self._text(delta)
         else:
             yield event(self._piece(delta))

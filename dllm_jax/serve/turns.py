@@ -14,6 +14,7 @@ from dllm_jax.serve.pipe import Delta, Usage
 from dllm_jax.serve.refusals import Refusal, error_object
 from dllm_jax.serve.stream import DONE, EventStream, event, internal_error
 from dllm_jax.structured import Piece, Turn
+from dllm_jax.structured.tools import joined
 
 # In the place of a picture in a result: a refusal would end the agent, whose history keeps it.
 NO_TEXT = "[not shown: this model reads text alone]"
@@ -56,17 +57,39 @@ class Texts:
         self._make = make
         self._turns: dict[int, Turn] = {}
         self._num_calls: dict[int, int] = {}
+        self._waiting: dict[int, list[Any]] = {}  # log-probabilities of what is held back
         self._num_begun = 0
 
     def feed(self, delta: Delta) -> list[Piece]:
         """What a delta brings."""
         if self._make is None:
-            return [Piece("text", delta.text)] if delta.text else []
+            has_text = delta.text or delta.logprobs
+            return [Piece("text", delta.text, _texts(delta.logprobs))] if has_text else []
         turn = self._turns.setdefault(delta.choice, self._make())
-        pieces = turn.feed(delta.ids, last=delta.finish is not None)
+        if delta.logprobs or self._waiting.get(delta.choice):
+            pieces = joined(self._with_logprobs(turn, delta))
+        else:
+            pieces = turn.feed(delta.ids, last=delta.finish is not None)
         ended = sum(piece.kind == "end" for piece in pieces)
         self._num_begun += sum(piece.kind == "call" for piece in pieces)
         self._num_calls[delta.choice] = self._num_calls.get(delta.choice, 0) + ended
+        return pieces
+
+    def _with_logprobs(self, turn: Turn, delta: Delta) -> list[Piece]:
+        """What a delta brings, prose with the log-probabilities of its tokens and of no others."""
+        waiting, pieces = self._waiting.setdefault(delta.choice, []), []
+        pairs = zip(delta.ids, delta.logprobs, strict=False)
+        for ids, said in [*(([token], [said]) for token, said in pairs), ([], [])]:
+            is_last = not ids and delta.finish is not None
+            new = turn.feed(ids, last=is_last)
+            waiting += _texts(said)
+            if not turn.is_prose:  # they were a part of a mark, of a thought or of a call
+                waiting.clear()
+            for i in [i for i, piece in enumerate(new) if piece.kind == "text"][-1:]:
+                if is_last or not turn.holds_back:
+                    new[i] = new[i]._replace(logprobs=(*waiting,))
+                    waiting.clear()
+            pieces += new
         return pieces
 
     def num_calls(self, choice: int) -> int:
@@ -125,7 +148,10 @@ class ChatForm(Form):
             call = {"index": self._calls[choice], "function": {"arguments": piece.text}}
             delta = {"tool_calls": [call]}
         if delta is not None:
-            yield event(self._of(choice, delta, None))
+            chunk = self._of(choice, delta, None)
+            if piece.logprobs:
+                chunk["choices"][0]["logprobs"] = self.logprobs(choice, piece.logprobs)
+            yield event(chunk)
 
     def ended(self, delta: Delta) -> Iterator[bytes]:
         """A choice ends."""
@@ -161,11 +187,14 @@ class ChatForm(Form):
         """The answer to a request without `stream`."""
         choices = []
         for delta in texts:
-            message = message_of(self.texts.feed(delta), self._shows_thoughts)
+            pieces = self.texts.feed(delta)
+            message = message_of(pieces, self._shows_thoughts)
+            said = [entry for piece in pieces for entry in piece.logprobs]
             finish, stop = ending(delta)
             if "tool_calls" in message:
                 finish = "tool_calls"
-            ends = {"logprobs": None, "finish_reason": finish, "stop_reason": stop}
+            of_text = self.logprobs(delta.choice, said)
+            ends = {"logprobs": of_text, "finish_reason": finish, "stop_reason": stop}
             choices.append({"index": delta.choice, "message": message, **ends})
         num_tokens = sum(delta.num_tokens for delta in texts)
         return self._whole | {
@@ -174,6 +203,11 @@ class ChatForm(Form):
             "metrics": metrics(num_tokens, usages),
             **notes_of(usages),
         }
+
+
+def _texts(said: Sequence[Any]) -> tuple[Any, ...]:
+    """Log-probabilities of tokens that are text."""
+    return tuple(entry for entry in said if entry is not None)
 
 
 def call_id() -> str:

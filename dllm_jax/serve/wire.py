@@ -98,6 +98,7 @@ class Completion(Sampling, forbid_unknown_fields=True, kw_only=True):
 
     prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1, max_length=MAX_IDS)]
     suffix: str | None = None
+    logprobs: bool | Annotated[int, _in("logprobs")] | None = None
 
 
 class Part(Struct, forbid_unknown_fields=True):
@@ -131,6 +132,8 @@ class Chat(Sampling, forbid_unknown_fields=True, kw_only=True):
     reasoning_effort: str | None = None
     thinking_token_budget: Annotated[int, Meta(ge=0, le=MAX_IDS)] | None = None
     include_reasoning: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, _in("logprobs")] | None = None
 
     def __post_init__(self):
         if not self.tools:
@@ -139,6 +142,7 @@ class Chat(Sampling, forbid_unknown_fields=True, kw_only=True):
                 self.tool_choice = None
         if self.include_reasoning is True:
             self.include_reasoning = None
+        self.logprobs, self.top_logprobs = self.logprobs or None, self.top_logprobs or None
 
 
 class Tokenize(Struct, forbid_unknown_fields=True):
@@ -214,7 +218,6 @@ ANY = _Any()
 # Fields that are not read, and the values at which they would change nothing; null always is one.
 NEUTRAL: dict[str, tuple[Any, ...] | _Any] = {
     "best_of": (1,),
-    "logprobs": (False,),
     "top_logprobs": (0,),
     "prompt_logprobs": (),
     "echo": (False,),
@@ -276,7 +279,6 @@ IGNORED = frozenset(
 _GUIDED = "use structured_outputs: {{{}: ...}}"
 _TOOLS = "tools are called in /v1/chat/completions alone; leave it out"
 _FUNCTIONS = "use tools"
-_LOGPROBS = "log-probabilities are not supported; leave it out"
 _PENALTY = (
     "a penalty is of the tokens before, and here the tokens of a window are drawn together; leave "
     "it out (max_repetition_run ends a run)"
@@ -291,9 +293,8 @@ REMEDIES = {
     "functions": _FUNCTIONS,
     "tool_choice": _TOOLS,
     "function_call": _FUNCTIONS,
-    "logprobs": _LOGPROBS,
-    "top_logprobs": _LOGPROBS,
-    "prompt_logprobs": _LOGPROBS,
+    "top_logprobs": "give logprobs as the number of likeliest tokens",
+    "prompt_logprobs": "the prompt has no log-probabilities; leave it out",
     "echo": "the prompt is not repeated and has no log-probabilities here; leave it out",
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
@@ -528,6 +529,25 @@ def text_of(content: str | list[Part]) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(part.text for part in content)
+
+
+def num_logprobs(body: Sampling) -> int | None:
+    """How many likeliest tokens stand with the log-probability of each; None: it has none.
+
+    Raises:
+        Refusal: Their number is given, and log-probabilities are not asked for.
+    """
+    if isinstance(body, Chat):
+        if body.logprobs:
+            return body.top_logprobs or 0
+        if body.top_logprobs:
+            raise Refusal(
+                f"top_logprobs={body.top_logprobs} needs logprobs: true; set it or leave this out",
+                param="top_logprobs",
+            )
+        return None
+    asked = body.logprobs if isinstance(body, Completion) else None
+    return None if asked is None or asked is False else int(asked) * (asked is not True)
 
 
 def stop_strings(body: Sampling) -> tuple[str, ...]:

@@ -290,10 +290,12 @@ class Piece(NamedTuple):
     Attributes:
         kind: "text" and "thought": more of either; "call": one of the tool named `text` begins;
             "arguments": more of its JSON; "end": it is whole.
+        logprobs: Of the tokens of a "text", where they were asked for.
     """
 
     kind: Kind
     text: str
+    logprobs: Sequence[Any] = ()
 
 
 class Turn:
@@ -341,6 +343,16 @@ class Turn:
         self.waits: int | None = None
         self.thought_tokens = 0
 
+    @property
+    def is_prose(self) -> bool:
+        """Whether the last token was prose, or what may begin a mark."""
+        return self._mode == "text"
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether some of what was fed is not shown yet."""
+        return bool(self._data or self._held)
+
     def feed(self, token_ids: Iterable[int], last: bool = False) -> list[Piece]:
         """The pieces that are new.
 
@@ -357,7 +369,7 @@ class Turn:
         if last:
             while self._step(pieces, True):
                 pass
-        return _joined(pieces)
+        return joined(pieces)
 
     def _of(self, token: int) -> bytes:
         return (self._spelt[token] if token < len(self._spelt) else None) or b""
@@ -508,13 +520,15 @@ def _whole(data: bytes) -> int:
     return len(data)
 
 
-def _joined(pieces: list[Piece]) -> list[Piece]:
+def joined(pieces: list[Piece]) -> list[Piece]:
     """Neighbours of one kind as one."""
     found: list[Piece] = []
     for piece in pieces:
         is_more = found and found[-1].kind == piece.kind and piece.kind not in ("call", "end")
         if is_more:
-            found[-1] = Piece(piece.kind, found[-1].text + piece.text)
+            last = found[-1]
+            logprobs = *last.logprobs, *piece.logprobs
+            found[-1] = Piece(piece.kind, last.text + piece.text, logprobs)
         else:
             found.append(piece)
     return found

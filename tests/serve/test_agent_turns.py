@@ -65,6 +65,22 @@ def whole(form, text, finish="stop"):
     return json.loads(msgspec.json.encode(form.whole([one], [USAGE])))
 
 
+@pytest.mark.parametrize("size", [1, 2, 7, 500])
+def test_prose_alone_has_log_probabilities(size):
+    """Of marks, thoughts and calls there are none, however the tokens arrive."""
+    form = FORMS["chat"]()
+    form.has_logprobs = True
+    data = TEXT.encode() + b" "  # after a call nothing is prose
+    said = []
+    for at in range(0, len(data), size):
+        ids = [*data[at : at + size]]
+        entries = [{"bytes": [byte], "logprob": -1.0, "top_logprobs": []} for byte in ids]
+        finish = "stop" if at + size >= len(data) else None
+        delta = Delta(1, 0, "", 0, finish=finish, ids=ids, logprobs=entries)
+        said += [entry for piece in form.texts.feed(delta) for entry in piece.logprobs]
+    assert bytes(entry["bytes"][0] for entry in said).decode() == "Nöw."
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_chat(seed):
     *chunks, last = streamed(FORMS["chat"](), TEXT, seed=seed)

@@ -4,6 +4,7 @@ One server for the module, started by the command line as a user starts it.
 """
 
 import contextlib
+import itertools
 import json
 import re
 import signal
@@ -34,6 +35,7 @@ def command(*flags):
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     flags = ("builtin:tiny-sdar", "--max-num-seqs", "4", "--page-size", "32", "--no-warm-up")
+    flags += ("--logprobs",)  # texts are those of an `LLM` without
     one = Server(command(*flags), folder / "log")
     try:
         yield one.wait_ready()
@@ -101,6 +103,51 @@ def test_chat_is_the_template_and_a_completion(server):
     assert chat["usage"]["prompt_tokens"] == answer["usage"]["prompt_tokens"]
     details = server.chat(QUESTIONS[0], max_tokens=64, n=2)[1]["usage"]["prompt_tokens_details"]
     assert details["cached_tokens"] <= chat["usage"]["prompt_tokens"]
+
+
+def test_log_probabilities_of_the_routes_are_those_of_an_llm(server):
+    import dllm_jax as dj
+
+    llm = dj.LLM("builtin:tiny-sdar", max_num_seqs=4, page_size=32, warm_up=False, logprobs=True)
+    params = dj.SamplingParams(max_tokens=64, logprobs=2)
+    (want,) = llm.generate(PROMPTS[:1], params)[0].outputs
+    numbers = [pytest.approx(next(iter(one.values())), abs=1e-5) for one in want.logprobs]
+
+    asked = {"max_tokens": 64, "logprobs": True, "top_logprobs": 2}
+    (whole,) = server.chat(QUESTIONS[0], **asked)[1]["choices"]
+    entries = whole["logprobs"]["content"]
+    assert [entry["logprob"] for entry in entries] == numbers
+    written = b"".join(bytes(entry["bytes"]) for entry in entries)
+    assert written.decode() == whole["message"]["content"] == want.text
+    for entry, said in zip(entries, want.logprobs, strict=True):
+        assert [one["logprob"] for one in entry["top_logprobs"]] == pytest.approx(
+            sorted(said.values(), reverse=True)[:2], abs=1e-5
+        )
+    turns = {"messages": [{"role": "user", "content": QUESTIONS[0]}]}
+    events = server.events(CHAT, {**turns, **asked, "stream_mode": "denoise"})
+    pieces = [e["choices"][0] for e in events if e["choices"]]
+    said = [piece["logprobs"]["content"] for piece in pieces if piece["logprobs"]]
+    assert [entry for content in said for entry in content] == entries
+    cells = [cell for e in events if "diffusion" in e for cell in e["diffusion"]["set"]]
+    assert cells
+    assert all(0 <= prob <= 1 for _, _, prob in cells)
+
+    legacy = server.complete(PROMPTS[0], max_tokens=64, logprobs=2)[1]["choices"][0]
+    said = legacy["logprobs"]
+    assert said["token_logprobs"] == numbers
+    assert "".join(said["tokens"]) == legacy["text"] == want.text
+    offsets = [*said["text_offset"], len(want.text)]
+    assert [want.text[a:b] for a, b in itertools.pairwise(offsets)] == said["tokens"]
+    assert [max(top.values()) for top in said["top_logprobs"]] == [
+        pytest.approx(max(one.values()), abs=1e-5) for one in want.logprobs
+    ]
+
+    body = {"input": QUESTIONS[0], "max_output_tokens": 64}
+    body["include"] = ["message.output_text.logprobs"]
+    answer = server.post("/v1/responses", body)[1]
+    (part,) = answer["output"][0]["content"]
+    assert [entry["logprob"] for entry in part["logprobs"]] == numbers
+    assert all(entry["top_logprobs"] == [] for entry in part["logprobs"])
 
 
 def test_stop_reasons(server):

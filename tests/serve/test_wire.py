@@ -137,7 +137,9 @@ def test_what_clients_say_for_their_own_sake_is_not_read(name):
         (completion, {"suffix": 3}, "suffix", "invalid_value"),
         (completion, {"messages": [USER]}, "messages", "unknown_parameter"),
         (completion, {"echo": True}, "echo", "unsupported_parameter"),
-        (completion, {"logprobs": 1}, "logprobs", "unsupported_parameter"),
+        (completion, {"logprobs": 6}, "logprobs", "invalid_value"),
+        (completion, {"top_logprobs": 2}, "top_logprobs", "unsupported_parameter"),
+        (chat, {"logprobs": True, "top_logprobs": 20}, "top_logprobs", "invalid_value"),
         (completion, {"best_of": 2}, "best_of", "unsupported_parameter"),
     ],
 )

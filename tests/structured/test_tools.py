@@ -137,7 +137,7 @@ def test_a_turn_is_read_alike_in_whatever_portions_it_comes(marks):
                 size = draw.choice((1, 2, 5, 40))
                 found += turn.feed(letters[at : at + size])
                 at += size
-            assert grammar._joined(found + turn.feed([], last=True)) == pieces
+            assert grammar.joined(found + turn.feed([], last=True)) == pieces
 
 
 def test_a_call_that_is_cut_has_no_end():
@@ -226,7 +226,7 @@ def test_an_answer_of_a_schema_beside_calls():
     said = json.dumps({"a": f"x {FILE}"})
     turn = Turn(held, [bytes([i]) for i in range(256)], {})
     found = [piece for byte in said.encode() for piece in turn.feed([byte])]
-    assert grammar._joined(found + turn.feed([], last=True)) == [Piece("text", said)]
+    assert grammar.joined(found + turn.feed([], last=True)) == [Piece("text", said)]
 
 
 @pytest.mark.parametrize("is_token", [False, True])
