@@ -3,6 +3,7 @@
 Data flow: a body -> `wire.Chat` -> the request of the chat route -> pieces of turns -> items.
 """
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -55,11 +56,13 @@ class Offered(NamedTuple):
     Attributes:
         functions: In the chat route's form.
         spaces: Namespaces by the names of their functions: clients look calls up in them.
-        left_out: Hosted tools, by name.
+        customs: Names of tools whose input is a text, shown as functions with a field `input`.
+        left_out: Hosted tools and those with a grammar that is no regular expression, by name.
     """
 
     functions: list[Any]
     spaces: dict[str, str]
+    customs: set[str]
     left_out: list[str]
 
 
@@ -89,6 +92,8 @@ def chat_of(fields: dict[str, Any]) -> tuple[wire.Chat, Offered, list[int]]:
         if not isinstance(value, dict):
             raise Refusal(f"{name}={shown(value)} is no object; give one", param=name)
     choice = fields.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "custom":
+        choice = {"type": "function", "name": choice.get("name")}
     made = {
         "messages": said,
         "model": fields.get("model"),
@@ -147,8 +152,11 @@ def _turns(given: Any) -> tuple[list[dict[str, Any]], list[int]]:
     for i, item in enumerate(given):
         where = f"input[{i}]"
         kind = item.get("type", "message") if isinstance(item, dict) else None
-        if kind == "function_call":
-            own = {"name": item.get("name"), "arguments": item.get("arguments")}
+        if kind in ("function_call", "custom_tool_call"):
+            arguments = item.get("arguments")
+            if kind == "custom_tool_call":
+                arguments = {"input": item.get("input")}
+            own = {"name": item.get("name"), "arguments": arguments}
             call = {"id": item.get("call_id"), "type": "function", "function": own}
             if not is_open:
                 said.append({"role": "assistant", "content": ""})
@@ -164,7 +172,7 @@ def _turns(given: Any) -> tuple[list[dict[str, Any]], list[int]]:
             said[-1]["reasoning_content"] = text
             is_open = True
             continue
-        if kind == "function_call_output":
+        if kind in ("function_call_output", "custom_tool_call_output"):
             text, call_id = _text(item.get("output"), f"{where}.output", True), item.get("call_id")
             if call_id is None and item.get("name"):  # what a host says of its own accord
                 said.append({"role": "user", "content": text})
@@ -224,7 +232,7 @@ def _text(content: Any, where: str, is_result: bool = False) -> str:
 def _tools(tools: Any, space: str | None = None) -> Offered:
     if tools is not None and not isinstance(tools, list):
         raise Refusal(f"tools={shown(tools)} is no list of tools; give one", param="tools")
-    found = Offered([], {}, [])
+    found = Offered([], {}, set(), [])
     for i, tool in enumerate(tools or ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if not isinstance(kind, str):
@@ -237,14 +245,32 @@ def _tools(tools: Any, space: str | None = None) -> Offered:
             found.functions.append({"type": "function", "function": tool})
             if space is not None:
                 found.spaces[str(tool.get("name"))] = space
+        elif kind == "custom" and (text := _custom_text(tool)) is not None:
+            own = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+            function = {"name": tool.get("name"), "description": tool.get("description")}
+            found.functions.append({"type": "function", "function": function | {"parameters": own}})
+            found.customs.add(str(tool.get("name")))
         elif kind == "namespace":
             inner = _tools(tool.get("tools"), str(tool.get("name")))
             found.functions.extend(inner.functions)
             found.spaces.update(inner.spaces)
+            found.customs.update(inner.customs)
             found.left_out.extend(inner.left_out)
         else:
             found.left_out.append(str(tool.get("name") or kind)[:64])
     return found
+
+
+def _custom_text(tool: dict[str, Any]) -> dict[str, Any] | None:
+    """The schema of a custom tool's text; None: its grammar is not held."""
+    form = tool.get("format") or {"type": "text"}
+    if not isinstance(form, dict) or form.get("type") not in ("text", "grammar"):
+        return None
+    if form["type"] == "text":
+        return {"type": "string"}
+    if form.get("syntax") != "regex":
+        return None
+    return {"type": "string", "pattern": f"^(?:{form.get('definition')})$"}
 
 
 class ResponsesForm:
@@ -261,7 +287,8 @@ class ResponsesForm:
         tools: Offered,
     ):
         self.texts, self._num_prompt_tokens = texts, num_prompt_tokens
-        self._spaces = tools.spaces
+        self._spaces, self._customs = tools.spaces, tools.customs
+        self._input = ""  # the arguments of an open custom call
         self._num_events = 0
         self._items: list[dict[str, Any]] = []  # that are whole
         self._open: dict[str, Any] | None = None
@@ -312,8 +339,11 @@ class ResponsesForm:
             yield from self._close()
         elif piece.kind == "call":
             yield from self._close()
-            space = self._spaces.get(piece.text)
-            yield self._added(_call(piece.text) | ({"namespace": space} if space else {}))
+            space, self._input = self._spaces.get(piece.text), ""
+            item = _call(piece.text, piece.text in self._customs)
+            yield self._added(item | ({"namespace": space} if space else {}))
+        elif piece.kind == "arguments" and self._open is not None and "input" in self._open:
+            self._input += piece.text
         elif piece.kind == "arguments" and self._open is not None:
             self._open["arguments"] += piece.text
             yield self._more("function_call_arguments.delta", delta=piece.text)
@@ -353,7 +383,11 @@ class ResponsesForm:
         if item is None:
             return
         item["status"] = "completed"
-        if item["type"] == "function_call":
+        if item["type"] == "custom_tool_call":
+            item["input"] = json.loads(self._input)["input"]
+            yield self._more("custom_tool_call_input.delta", delta=item["input"])
+            yield self._more("custom_tool_call_input.done", input=item["input"])
+        elif item["type"] == "function_call":
             said = {"name": item["name"], "arguments": item["arguments"]}
             yield self._more("function_call_arguments.done", **said)
         else:
@@ -371,7 +405,7 @@ class ResponsesForm:
 
     def ended(self, delta: Delta) -> Iterator[bytes]:
         """The text ends; a call that is not whole is left out, because clients run calls."""
-        if self._open is not None and self._open["type"] != "function_call":
+        if self._open is not None and "content" in self._open:
             yield from self._close()
         self._ends = _ends(delta, self.texts.num_calls(delta.choice))
 
@@ -427,9 +461,12 @@ def _reasoning() -> dict[str, Any]:
     return own | {"status": "in_progress"}
 
 
-def _call(name: str) -> dict[str, Any]:
-    ids = {"id": f"fc_{random_id()[:24]}", "call_id": f"call_{random_id()[:24]}"}
-    return {"type": "function_call", **ids, "name": name, "arguments": "", "status": "in_progress"}
+def _call(name: str, is_custom: bool) -> dict[str, Any]:
+    kind, field, prefix = ("function_call", "arguments", "fc")
+    if is_custom:
+        kind, field, prefix = ("custom_tool_call", "input", "ctc")
+    ids = {"id": f"{prefix}_{random_id()[:24]}", "call_id": f"call_{random_id()[:24]}"}
+    return {"type": kind, **ids, "name": name, field: "", "status": "in_progress"}
 
 
 def _part(item: dict[str, Any], text: str) -> dict[str, Any]:

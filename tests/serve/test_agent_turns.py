@@ -30,7 +30,7 @@ def texts():
     return Texts(lambda: Turn(HELD, [bytes([i]) for i in range(256)], {}))
 
 
-IN_SPACE = responses.Offered([], {"g": "space"}, [])
+IN_SPACE = responses.Offered([], {"g": "space"}, set(), [])
 FORMS = {
     "chat": lambda: ChatForm(*GIVEN, texts=texts(), is_certain=False, shows_thoughts=True),
     "messages": lambda: messages.MessagesForm("m", 9, texts(), []),
@@ -156,6 +156,31 @@ def test_responses(seed):
     assert (final["status"], final["store"]) == ("completed", False)
     said = whole(FORMS["responses"](), TEXT)
     assert [one["type"] for one in said["output"]] == [one["type"] for one in done]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_custom_tool_has_a_text(seed):
+    tools = [{"type": "custom", "name": "patch"}]
+    tools.append(tools[0] | {"name": "lark", "format": {"type": "grammar", "syntax": "lark"}})
+    rule = {"type": "grammar", "syntax": "regex", "definition": "a+"}
+    tools.append(tools[0] | {"name": "as", "format": rule})
+    used = {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "+x"}
+    result = {"type": "custom_tool_call_output", "call_id": "c", "output": "ok"}
+    choice = {"type": "custom", "name": "patch"}
+    body, offered, _ = responses.chat_of(
+        {"input": [used, result], "tools": tools, "tool_choice": choice}
+    )
+    assert (offered.customs, offered.left_out) == ({"patch", "as"}, ["lark"])
+    assert generating.offered(body.tools, body.tool_choice) is not None
+    assert [turn.role for turn in body.messages] == ["assistant", "tool"]
+    held = Tools((Tool("patch", "{}"),))
+    texts = Texts(lambda: Turn(held, [bytes([i]) for i in range(256)], {}))
+    form = responses.ResponsesForm("m", 9, texts, {}, offered)
+    said = '<tool_call>\n{"name": "patch", "arguments": {"input": "+é\\n}"}}\n</tool_call>'
+    events = streamed(form, said, seed=seed)
+    (item,) = events[-1]["response"]["output"]
+    assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "patch", "+é\n}")
+    assert [event["delta"] for event in events if "delta" in event] == ["+é\n}"]
 
 
 @pytest.mark.parametrize("name", FORMS)
