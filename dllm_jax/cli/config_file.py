@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
-from dllm_jax.cli.errors import UsageError
+from dllm_jax.cli.errors import UsageError, one_line
 
 
 def words_of(path: str, parser: argparse.ArgumentParser) -> list[str]:
@@ -35,7 +35,7 @@ def words_of(path: str, parser: argparse.ArgumentParser) -> list[str]:
         try:
             words += _words(f"--{name}", action, value)
         except (argparse.ArgumentTypeError, ValueError) as error:
-            wrong.append(f"{name}: {error}")
+            wrong.append(f"{name}: {str(error)[:200]}")
     if wrong:
         raise UsageError(f"--config {path!r}: {'; '.join(wrong)}")
     return words
@@ -66,8 +66,9 @@ def _read(path: str) -> dict[Any, Any]:
     from dllm_jax.cli.prompts import read_file
 
     text = read_file("config", path)
+    kind = "TOML" if path.endswith(".toml") else "YAML"
     try:
-        if path.endswith(".toml"):
+        if kind == "TOML":
             import tomllib
 
             found = tomllib.loads(text)
@@ -77,15 +78,12 @@ def _read(path: str) -> dict[Any, Any]:
             found = yaml.safe_load(text) or {}
         else:
             raise UsageError(f"--config {path!r} must end in .yaml, .yml or .toml; rename it")
+    except UsageError:
+        raise
     except ModuleNotFoundError as error:
         raise UsageError(f"--config {path!r} needs the package pyyaml; use .toml") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--config {path!r} is no TOML: {error}") from None
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] != "yaml":
-            raise
-        said = " ".join(str(error).split())
-        raise UsageError(f"--config {path!r} is no YAML: {said}") from None
+    except Exception as error:  # pyyaml raises KeyError for `!!bool x`
+        raise UsageError(f"--config {path!r} is no {kind}: {one_line(error)[:200]}") from None
     if not isinstance(found, dict):
         raise UsageError(f"--config {path!r} must hold flags and their values; write e.g. port: 80")
     return found

@@ -36,7 +36,7 @@ class Update(Struct, forbid_unknown_fields=True):
 
 async def flush_cache(service: Service, call: Call) -> Any:
     """`POST /flush_cache`: forget every cached prefix, once the requests that run have ended."""
-    async with service.commands, _held(service, "drain"):
+    async with _alone(service), _held(service, "drain"):
         return Json({"success": True, **await service.engine.command("flush")})
 
 
@@ -72,7 +72,7 @@ async def update(service: Service, call: Call) -> Any:
     if body.weight_version is not None and body.weight_version < 0:
         raise Refusal("weight_version must be 0 or more", param="weight_version")
     path = _allowed(service.config.weights_root, body.model_path)
-    async with service.commands:
+    async with _alone(service):
         await service.engine.command("stage", path=str(path))
         num = service.engine.num_open
         try:
@@ -93,7 +93,7 @@ async def version(service: Service, call: Call) -> Any:
 
 async def sleep(service: Service, call: Call) -> Any:
     """`POST /release_memory_occupation`: weights to the host, no cache, until `wake`."""
-    async with service.commands, _held(service, "drain"):
+    async with _alone(service), _held(service, "drain"):
         await service.engine.command("sleep")
         service.engine.held = "asleep"
     return Json({"success": True})
@@ -101,7 +101,7 @@ async def sleep(service: Service, call: Call) -> Any:
 
 async def wake(service: Service, call: Call) -> Any:
     """`POST /resume_memory_occupation`."""
-    async with service.commands:
+    async with _alone(service):
         if service.engine.state == "asleep":
             await service.engine.command("wake")
             service.engine.held = None
@@ -134,6 +134,17 @@ def routes(admin_keys: Any, weights_root: str | None) -> tuple[Any, ...]:
     if not admin_keys:
         return ()
     return (*ROUTES, *([OF_WEIGHTS] if weights_root else []))
+
+
+@contextlib.asynccontextmanager
+async def _alone(service: Service) -> AsyncIterator[None]:
+    """No other command is under way: one may wait long for the requests that run."""
+    if service.commands.locked():
+        raise Refusal(
+            "another command is under way; try again when it has ended", code="conflict", status=409
+        )
+    async with service.commands:
+        yield
 
 
 @contextlib.asynccontextmanager

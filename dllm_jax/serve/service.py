@@ -87,7 +87,7 @@ class Service:
         endpoint, about = config.otlp_traces_endpoint, (config.model, config.version)
         self.spans = None if endpoint is None else Spans(endpoint, *about)
         self.drain = asyncio.Event()  # an administrator ends the server
-        self.commands = asyncio.Lock()  # of an administrator, one after another
+        self.commands = asyncio.Lock()  # of an administrator, one at a time
         self.admission = Admission(config.limits)
         # A single thread: several would compete for the GIL and delay the event loop.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="read")

@@ -63,6 +63,8 @@ def test_the_file_of_the_page_is_read(tmp_path):
         ("a.yaml", "- port", ("must hold flags",)),
         ("a.yaml", "a: [", ("is no YAML",)),
         ("a.yaml", "!!python/object/apply:os.getcwd []", ("is no YAML",)),
+        ("a.yaml", "port: !!bool x", ("is no YAML: KeyError",)),
+        ("a.yaml", "port: 2020-13-45", ("is no YAML: month",)),
         ("a.toml", "port", ("is no TOML",)),
         ("a.json", "{}", ("must end in .yaml",)),
     ],

@@ -13,9 +13,9 @@ from safetensors.numpy import load_file, save_file
 
 from dllm_jax.loading.sources import BUILTIN
 from dllm_jax.serve import admin
-from dllm_jax.serve.exchange import Json
 from dllm_jax.serve.logs import Log
 from dllm_jax.serve.pipe import Launch
+from dllm_jax.serve.refusals import Refusal
 from dllm_jax.serve.service import Config, Service
 from tests.serve.driving import Server, scripted, within
 
@@ -146,7 +146,7 @@ class Asked:
         return {}
 
 
-def test_commands_come_one_after_another_and_wait_for_what_runs():
+def test_commands_are_one_at_a_time_and_wait_for_what_runs():
     """A pause that still waits for texts lets no other command pass."""
 
     async def run():
@@ -154,17 +154,25 @@ def test_commands_come_one_after_another_and_wait_for_what_runs():
         engine: Any = Asked()
         service.engine = engine
         call: Any = SimpleNamespace(body=lambda: asyncio.sleep(0, b"{}"))
-        pausing = asyncio.create_task(admin.pause(service, call))
+
+        async def status(one):
+            try:
+                return (await one(service, call)).status
+            except Refusal as error:
+                return error.status
+
+        pausing = asyncio.create_task(status(admin.pause))
         await asyncio.sleep(0.01)
-        others = [admin.sleep, admin.flush_cache, admin.sleep, admin.wake, admin.wake]
-        tasks = [asyncio.create_task(one(service, call)) for one in others]
+        others = [admin.sleep, admin.flush_cache, admin.sleep, admin.wake]
+        tasks = [asyncio.create_task(status(one)) for one in others]
         await asyncio.sleep(0.05)
         assert engine.done == []
         engine.has_open = False
-        await pausing
-        return engine, await asyncio.gather(*tasks, return_exceptions=True)
+        found = [await one for one in (pausing, *tasks)]
+        return found, [await status(one) for one in (admin.sleep, admin.wake, admin.wake)], engine
 
-    engine, found = asyncio.run(run())
-    assert engine.done == ["sleep", "flush", "sleep", "wake"]
+    first, then, engine = asyncio.run(run())
+    assert first == [200, 200, 409, 409, 409]
+    assert then == [200, 200, 200]
+    assert engine.done == ["sleep", "sleep", "wake"]
     assert (engine.is_asleep, engine.state) == (False, "ready")
-    assert [isinstance(one, Json) for one in found] == [True] * 5
