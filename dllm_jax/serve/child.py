@@ -394,6 +394,8 @@ class Loop:
                 except Exception as error:
                     of = parked.prompt.add.id if isinstance(parked, _Stage) else request_id
                     self._end(of, error)
+        if self._compiled:
+            self._outbox.put([], self._counts(self._engine.stats(), []))
         for done in self._reading.take():
             for request_id in done.request_ids:
                 if done.error is None:

@@ -2,6 +2,9 @@
 
 import pytest
 
+from dllm_jax.cli.entry import parse
+from dllm_jax.cli.errors import UsageError
+from dllm_jax.cli.serve import config_of
 from dllm_jax.serve.keys import Key, Quotas, read_keys
 from dllm_jax.serve.refusals import Refusal
 from tests.serve.driving import CHAT, scripted, within
@@ -99,3 +102,23 @@ def test_a_named_key_over_http(tmp_path):
         names = [None, "ann", "ann", "ann", "bob"]
         assert within(lambda: [line.get("key") for line in server.lines("request")] == names)
         assert "cret" not in server.log.read_text()
+
+
+def test_keys_of_the_command_line(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("ann secret texts=2\n")
+
+    def made(*words):
+        return config_of(parse(["serve", "builtin:tiny-sdar", *words]))
+
+    config = made("--key-file", str(path), "--isolate-prefix-cache", "--api-key", "other")
+    assert (config.keys, config.has_keys) == ((Key("ann", "secret", texts=2),), True)
+    assert config.isolate_prefix_cache
+    for words, said in (
+        (["--isolate-prefix-cache"], "give --key-file"),
+        (["--key-file", str(path), "--api-key", "secret"], "one of --api-key, too"),
+        (["--key-file", str(path), "--allowed-origin", "*"], "name the origins"),
+        (["--key-file", str(tmp_path / "none")], "none"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            made(*words)

@@ -297,6 +297,7 @@ def test_a2_a_request_waits_for_its_constraint_and_no_other_does(gate):
         assert set(front.loop._parked) == set(waits)
         counts = [one for one in front.messages if isinstance(one, pipe.Moved)][-1].counts
         assert counts.num_waiting == 2
+        assert counts.compiled == []
         gate.open.set()
         assert [front.until(one).finish for one in waits] == ["length"] * 2
         assert gate.begun == [3]  # once for both
@@ -308,13 +309,17 @@ def test_a2_a_refused_constraint_is_a_400_and_a_fault_a_500(gate):
         front.loop._served = front.loop._served._replace(
             missing=lambda request: Work(0, raising(Refused("it cannot be made", "constraint")))
         )
-        found = front.until(front.add(seed=1))
+        found = front.until(front.add(seed=1, client="one"))
         assert (found.status, found.param) == (400, "constraint")
         front.loop._served = front.loop._served._replace(
             missing=lambda request: Work(0, raising(WorkerFault("TypeError at x.py:3")))
         )
         found = front.until(front.add(seed=1))
         assert (found.status, found.message) == (500, "TypeError at x.py:3")
+        counts = [one.counts for one in front.messages if isinstance(one, pipe.Moved)]
+        client, seconds, states = next(one for each in counts for one in each.compiled)
+        assert (client, states) == ("one", 0)
+        assert 0 <= seconds < PATIENCE_S
 
 
 def test_a2_clients_take_turns_and_each_may_wait_with_so_many(gate):
