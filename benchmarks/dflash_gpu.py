@@ -50,10 +50,11 @@ from dllm_jax.api import generate
 from dllm_jax.api.drafts import with_target
 from dllm_jax.bench.numbers import environment
 from dllm_jax.bench.roofline import floor_ms
-from dllm_jax.kernels.kv_write import write_rows
+from dllm_jax.engine.layout import PAGE_SIZE
+from dllm_jax.kernels.kv_write import page_slots, write_rows
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
+from dllm_jax.models.kv_cache import new_pool
 from dllm_jax.runner import decode
-from dllm_jax.runner.cache import PAGE_SIZE, new_pool, page_slots
 from dllm_jax.runner.estimate import RATES
 from dllm_jax.runner.forward import TARGET, ModelForward
 from dllm_jax.strategies import AR, DFlash

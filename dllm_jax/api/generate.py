@@ -21,12 +21,13 @@ from jaxtyping import Array, Int, PRNGKeyArray
 from dllm_jax.api.drafts import Bound, Source
 from dllm_jax.api.strategy import bind_strategy, check_number
 from dllm_jax.engine.checks import short_repr, token_ids
+from dllm_jax.engine.layout import PAGE_SIZE
 from dllm_jax.engine.rules import NUMBERS, Range, check_ids
 from dllm_jax.loading.load import load, with_kv_cache
 from dllm_jax.loading.model import Model
 from dllm_jax.models.kv_cache import KVCacheDType
+from dllm_jax.models.sharding import Split
 from dllm_jax.runner import decode, estimate
-from dllm_jax.runner.cache import PAGE_SIZE
 from dllm_jax.runner.forward import ModelForward
 from dllm_jax.strategies.core.protocol import Strategy, split_knobs
 from dllm_jax.strategies.core.state import NO_LIMIT, DecodeState, Limits, Sampling
@@ -329,22 +330,22 @@ def _fresh(
     return decode.new_state(strategy, model, aux, batch, table, B * pages, PAGE_SIZE, emitted)
 
 
+def _prefilled(model, strategy, aux, batch, max_tokens, implementation) -> DecodeState:
+    """`_fresh` with the prompts in it."""
+    forward = ModelForward(model, aux=aux, implementation=implementation)
+    state = _fresh(model, strategy, aux, batch, max_tokens)
+    return decode.prefill(strategy, forward, state, batch.prompt)
+
+
+def _of_batch(split: Split) -> tuple[PartitionSpec]:
+    return (decode.row_specs(split),)
+
+
 @functools.partial(jax.jit, static_argnames=("max_tokens", "implementation"))
 def _start(model, strategy, aux, batch, max_tokens, implementation):
-    def body(model, strategy, aux, batch):
-        forward = ModelForward(model, aux=aux, implementation=implementation)
-        state = _fresh(model, strategy, aux, batch, max_tokens)
-        return decode.prefill(strategy, forward, state, batch.prompt)
-
-    return decode.per_device(
-        body,
-        model,
-        strategy,
-        aux,
-        (batch,),
-        lambda split: (decode.row_specs(split),),
-        decode.state_specs,
-    )
+    body = functools.partial(_prefilled, max_tokens=max_tokens, implementation=implementation)
+    made = model, strategy, aux, (batch,)
+    return decode.per_device(body, *made, _of_batch, decode.state_specs)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",), donate_argnames=("state",))
@@ -364,22 +365,14 @@ def _advance(model, strategy, aux, state, num_steps, implementation):
 @functools.partial(jax.jit, static_argnames=("max_tokens", "implementation"))
 def _generate(model, strategy, aux, batch, max_tokens, implementation):
     body = functools.partial(_decoded, max_tokens=max_tokens, implementation=implementation)
-    return decode.per_device(
-        body,
-        model,
-        strategy,
-        aux,
-        (batch,),
-        lambda split: (decode.row_specs(split),),
-        decode.row_specs,
-    )
+    made = model, strategy, aux, (batch,)
+    return decode.per_device(body, *made, _of_batch, decode.row_specs)
 
 
 def _decoded(model, strategy, aux, batch, max_tokens, implementation) -> GenerateOutput:
     """Prompts to texts on one device."""
+    state = _prefilled(model, strategy, aux, batch, max_tokens, implementation)
     forward = ModelForward(model, aux=aux, implementation=implementation)
-    state = _fresh(model, strategy, aux, batch, max_tokens)
-    state = decode.prefill(strategy, forward, state, batch.prompt)
     spec = decode.slot_spec(strategy, model, batch.prompt.shape[0])
     state = decode.run(strategy, forward, state, spec)
     counts = jnp.arange(state.output.shape[1])[None] < state.output_len[:, None]

@@ -27,7 +27,6 @@ SOURCES = (
     ("dllm_jax/runner/grammar_readout.py", "readout"),
     ("dllm_jax/runner/chunks.py", "readout"),
     ("kernels/kv_write/", "cache"),
-    ("dllm_jax/runner/cache.py", "cache"),
 )
 LIBRARY_GEMM = re.compile(
     r"nvjet|gemm|cutlass|cublas|xmma|splitk|gemv|(split|gated)_matmul", re.IGNORECASE

@@ -17,6 +17,7 @@ from dllm_jax.engine.record import Align, align_of
 PassKind = Literal["blocks", "causal", "full"]
 
 NO_LIMIT = 2**31 - 1
+PAGE_SIZE = 64  # tokens; one tile of 64 x 128 keys is 16 KB
 MOST_PREFILL = 1 << 20  # tokens of a pass
 TILE_OF_KEYS = 128  # of attention; where `batch_invariant` cuts prompts
 HOLE = -1  # stands for an id that is to be written
@@ -52,7 +53,7 @@ class EngineConfig:
 
     max_num_seqs: int = 8
     max_model_len: int | None = None
-    page_size: int = 64
+    page_size: int = PAGE_SIZE
     num_pages: int | None = None
     memory_utilization: float = 0.9
     enable_prefix_caching: bool = True

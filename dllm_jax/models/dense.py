@@ -330,7 +330,7 @@ def _behind(
             return reduced_rms_norm(x, y, scale, cfg.norm_eps, peers, is_quantized=is_quantized)
         return add_rms_norm(
             x,
-            y if isinstance(y, tuple) else total(y, x, ops.axis),
+            y if ops.axis is None or isinstance(y, tuple) else total(y, x, ops.axis),
             scale,
             cfg.norm_eps,
             is_quantized=is_quantized,  # if an 8-bit product reads it

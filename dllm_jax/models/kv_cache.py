@@ -1,9 +1,9 @@
-"""Scales of an 8-bit KV cache, one for each head, as a bound computed from the weights.
+"""The KV cache of a network: its pools, and the scales of one in 8 bits, one for each head.
 
-A normed row is at most as long as the root of its width (before the norm's scale), so its product
-with a column is at most that root times the length of the column. This bound is loose, by some 2^6
-for values. It costs no precision, because 8-bit floats keep three bits of mantissa over a range of
-2^15, and it needs no calibration run.
+Scales are a bound computed from the weights. A normed row is at most as long as the root of its
+width (before the norm's scale), so its product with a column is at most that root times the length
+of the column. This bound is loose, by some 2^6 for values. It costs no precision, because 8-bit
+floats keep three bits of mantissa over a range of 2^15, and it needs no calibration run.
 """
 
 import functools
@@ -18,7 +18,10 @@ from dllm_jax.kernels.kv_write import fp8
 from dllm_jax.kernels.layer.fp8 import Fp8Matrix
 from dllm_jax.models.dflash import DFlashConfig
 from dllm_jax.models.gemma import GemmaConfig
-from dllm_jax.models.sharding import Split
+from dllm_jax.models.sharding import Split, num_local
+
+# K and V of each layer, [P G Z H]; V of 8 bits is [P G H Z].
+Pool = tuple[tuple[Array, Array], ...]
 
 KV_FP8 = fp8.DTYPE
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
@@ -69,3 +72,22 @@ def _scales(layer: Any) -> Float[Array, "2 G"]:
         scale = jnp.max(jnp.abs(layer["k_norm"].astype(jnp.float32)))
         keys = jnp.full_like(keys, math.sqrt(columns.shape[-2])) * scale
     return fp8.scales_of(jnp.stack([keys, values]))
+
+
+def new_pool(
+    cfg: Any, num_pages: int, page_size: int, dtype: Any, split: Split | None = None
+) -> Pool:
+    """An empty pool for every layer of a model; zeros, so that stale rows are finite.
+
+    Args:
+        split: The devices that share the model; the pool is then one device's.
+    """
+
+    def empty(layer: int) -> tuple[Array, Array]:
+        heads, size = cfg.heads(layer)
+        keys = jnp.zeros((num_pages, num_local(heads, split), page_size, size), dtype)
+        if split is not None:
+            keys = jax.lax.pcast(keys, (split.axis,), to="varying")
+        return keys, jnp.zeros_like(keys.mT if fp8.is_token_last(keys) else keys)
+
+    return tuple(empty(i) for i in range(cfg.num_layers))

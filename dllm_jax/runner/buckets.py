@@ -14,12 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax.engine import checks
-from dllm_jax.engine.layout import TILE_OF_KEYS, EngineConfig, EngineLayout
+from dllm_jax.engine.layout import PAGE_SIZE, TILE_OF_KEYS, EngineConfig, EngineLayout
 from dllm_jax.kernels import hopper
 from dllm_jax.loading.model import Model
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.quantization import is_quantized
-from dllm_jax.runner.cache import PAGE_SIZE
 from dllm_jax.strategies.core import driver
 from dllm_jax.strategies.core.needs import PromptMode
 from dllm_jax.strategies.core.protocol import (

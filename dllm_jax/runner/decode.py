@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from dllm_jax.engine.layout import PassKind
 from dllm_jax.loading.model import Model
+from dllm_jax.models.kv_cache import new_pool
 from dllm_jax.models.sharding import Split
-from dllm_jax.runner.cache import new_pool
 from dllm_jax.runner.forward import TARGET, ModelForward
 from dllm_jax.strategies.core import driver
 from dllm_jax.strategies.core.protocol import (

@@ -15,13 +15,12 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from dllm_jax.kernels.kv_write import fp8, write_rows
+from dllm_jax.kernels.kv_write import fp8, page_slots, write_rows
 from dllm_jax.kernels.layer import LayerOps
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
 from dllm_jax.loading.model import Model
 from dllm_jax.models.head import Unembed
 from dllm_jax.models.sharding import first_of, total
-from dllm_jax.runner.cache import page_slots
 from dllm_jax.runner.cells import Cells, first_cells
 from dllm_jax.runner.grammar_readout import read_first, read_planned
 from dllm_jax.runner.readout import (

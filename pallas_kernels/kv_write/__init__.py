@@ -1,5 +1,5 @@
 """The write of new keys and values of all layers into their pages, as one operation."""
 
-from .api import write_rows
+from .api import page_slots, write_rows
 
-__all__ = ["write_rows"]
+__all__ = ["page_slots", "write_rows"]

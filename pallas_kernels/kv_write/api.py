@@ -5,7 +5,8 @@ Letters: M rows, G KV heads, H head size, P pages in the pool, Z page size.
 
 from typing import Literal, TypeAlias
 
-from jaxtyping import Array, Float, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from .. import dispatch
 from ..dispatch import BackEnd
@@ -71,3 +72,23 @@ def _write_alike(
         "xla": BackEnd(reference.write_rows),
     }
     return dispatch.run(implementation, back_ends, pages, rows, page, offset, token_last)
+
+
+def page_slots(
+    page_table: Int[Array, "B C"],
+    positions: Int[Array, "B T"],
+    where: Bool[Array, "B T"],
+    num_pages: int,
+    page_size: int,
+) -> tuple[Int[Array, " BT"], Int[Array, " BT"]]:
+    """Page and offset of each row to write; rows not to be written get a page past the pool.
+
+    Rows past the page table, or on a page of -1, are dropped too. Negative indices would wrap, so
+    dropped rows take distinct pages from `num_pages` on: indices stay unique.
+    """
+    column = positions // page_size
+    C = page_table.shape[1]
+    page = jnp.take_along_axis(page_table, jnp.clip(column, 0, C - 1), axis=1)
+    ok = where & (column < C) & (page >= 0) & (positions >= 0)
+    past = num_pages + jnp.arange(positions.size, dtype=jnp.int32).reshape(positions.shape)
+    return jnp.where(ok, page, past).reshape(-1), (positions % page_size).reshape(-1)

@@ -27,7 +27,7 @@ FileNames
 2 "/src/dllm_jax/runner/forward.py"
 3 "/src/pallas_kernels/paged_attention/triton.py"
 4 "/src/dllm_jax/runner/readout.py"
-5 "/src/dllm_jax/runner/cache.py"
+5 "/src/pallas_kernels/kv_write/api.py"
 
 FunctionNames
 1 "trunk"

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.kernels.kv_write import write_rows
+from dllm_jax.kernels.kv_write import page_slots, write_rows
 from dllm_jax.kernels.layer import reference as layer_ops
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention, triton
 from dllm_jax.kernels.paged_attention.mask import within_reach
 from dllm_jax.models import dense, gemma, quantization
+from dllm_jax.models.kv_cache import new_pool
 from dllm_jax.models.layers import rope_tables
-from dllm_jax.runner.cache import new_pool, page_slots
 from tests.golden import make_canvas_golden as made
 from tests.oracles.canvas_files import SHAPES, config_of, write_canvas
 

@@ -201,7 +201,7 @@ BREACHES = [
     ("strategies.core.blocks", "import torch"),
     ("kernels.kv_write", "from strategies import state"),
     ("convert.sdar", "from dllm_jax.loading import load"),
-    ("models.dense", "from dllm_jax.runner.cache import PagedCache"),
+    ("models.dense", "from dllm_jax.runner.cells import Cells"),
     ("models.dense", "from dllm_jax.strategies import state"),
     ("engine.engine", "import jax"),
     ("engine.engine", "from dllm_jax.models import dense"),
