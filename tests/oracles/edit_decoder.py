@@ -9,7 +9,7 @@ Thresholds are compared in float32, as the scripted probabilities are.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,6 @@ from tests.oracles.list_decoder import (
     TO_CACHE,
     Asked,
     Block,
-    Law,
     Result,
     law_of,
 )
@@ -31,8 +30,6 @@ from tests.oracles.list_decoder import (
 class EditBlock(Block):
     """A block of the request, and what is remembered of it between forwards."""
 
-    total_steps: int = 0
-    post_edit_steps: int = 0
     memory: dict[str, Any] = field(default_factory=dict)
 
 
@@ -71,17 +68,15 @@ def edit_decode(
     **how: Any,
 ) -> Edited:
     """Decodes one request greedily from a script."""
-    accept, edit = np.float32(accept_threshold), np.float32(edit_threshold)
+    limits = (np.float32(accept_threshold), np.float32(edit_threshold), max_post_edit_steps)
 
     def rewrite(
         block: EditBlock, said: Sequence[tuple[int, np.float32]], given: int, inside: int
     ) -> tuple[list[int | None], bool, Sequence[str]]:
         laws = [law_of(token, sure, mask_id, vocab_size) for token, sure in said]
-        writes, may_leave, note = _plan(
-            block, laws, given, inside, accept, edit, max_post_edit_steps
-        )
-        block.total_steps += 1
-        return [writes.get(i, cell) for i, cell in enumerate(block.cells)], may_leave, [note]
+        memory = block.memory.setdefault("of", Memory())
+        guesses = {i: (law.token, law.confidence) for i, law in enumerate(laws)}
+        return edited(block.cells, memory, guesses, given, inside, limits)
 
     how |= {"mask_id": mask_id, "vocab_size": vocab_size}
     return rewrite_decode(rewrite, prompt, token, prob, **how)
@@ -141,41 +136,52 @@ def rewrite_decode(
     return result
 
 
-def _plan(
-    block: EditBlock,
-    laws: list[Law],
+@dataclass
+class Memory:
+    """The forwards that a block has had, and those of them that found no hole to wait for."""
+
+    steps: int = 0
+    full: int = 0
+
+
+def edited(
+    cells: list[int | None],
+    memory: Memory,
+    guesses: Mapping[int, tuple[int, Any]],
     given: int,
     inside: int,
-    accept: np.float32,
-    edit: np.float32,
-    max_post_edit_steps: int,
-) -> tuple[dict[int, int], bool, str]:
-    """What one forward writes in a block, whether the block may leave, and why.
+    limits: tuple[np.float32, np.float32, int],
+) -> tuple[list[int | None], bool, list[str]]:
+    """The cells after one forward, whether the block may leave, and what happened.
 
-    Both sets, the budgets, and what is written when they are spent. Cells at or past the
-    limit are denoised like all others, and nobody waits for them.
+    Of scripts here, of a network in `tests.contract.dense_edit`. Cells at or past the limit are
+    denoised like all others, and nobody waits for them.
+
+    Args:
+        guesses: The token of each cell, and its probability.
+        given: Cells at the front that are the prompt's.
+        inside: Cells before the request's limit.
+        limits: The two thresholds, and how many forwards may edit a full block.
     """
-    offsets = range(given, len(block.cells))
-    holes = [i for i in offsets if block.cells[i] is None]
-    waited_for = [i for i in holes if i < inside]
-    if not waited_for:
-        block.post_edit_steps += 1
-
-    fills = [i for i in holes if laws[i].confidence > accept]
-    note = ""
+    accept, edit, budget = limits
+    mine = range(given, len(cells))
+    holes = [i for i in mine if cells[i] is None]
+    waits = any(i < inside for i in holes)
+    memory.full += not waits
+    fills, notes = [i for i in holes if guesses[i][1] > accept], []
     if holes and not fills:
-        best = max(laws[i].confidence for i in holes)
-        fills, note = [next(i for i in holes if laws[i].confidence == best)], "forced"
+        fills, notes = [min(holes, key=lambda i: (-guesses[i][1], i))], ["forced"]
     edits = [
-        i
-        for i in offsets
-        if i not in holes and laws[i].token != block.cells[i] and laws[i].confidence > edit
+        i for i in mine if i not in holes and guesses[i][0] != cells[i] and guesses[i][1] > edit
     ]
-    if block.total_steps >= len(block.cells) + max_post_edit_steps:
-        return {i: laws[i].token for i in holes + edits}, True, "timed out"
-    if not waited_for:
+    is_last = memory.steps >= len(cells) + budget
+    memory.steps += 1
+    if is_last:
+        fills, notes = holes, ["timed out"]
+    elif not waits:
         if not any(i < inside for i in edits):
-            return {}, True, "still"
-        if block.post_edit_steps > max_post_edit_steps:
-            return {}, True, "spent"
-    return {i: laws[i].token for i in fills + edits}, False, note
+            return cells, True, ["still"]
+        if memory.full > budget:
+            return cells, True, ["spent"]
+    written = {i: guesses[i][0] for i in (*fills, *edits)}
+    return [written.get(i, cell) for i, cell in enumerate(cells)], is_last, notes
