@@ -184,6 +184,19 @@ def test_a_custom_tool_has_a_text(seed):
 
 
 @pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("message", [None, "the engine is gone"])
+def test_a_stream_that_fails_says_so_in_the_form_of_its_route(name, message):
+    said = FORMS[name]().failed(message, "id7").decode()
+    event = json.loads(said.partition("data: ")[2].partition("\n")[0])
+    error = event["response"]["error"] if name == "responses" else event["error"]
+    assert (message or "id7") in error["message"]
+    kinds = {"chat": None, "messages": "error", "responses": "response.failed"}
+    assert event.get("type") == kinds[name]
+    assert said.startswith("data: " if name == "chat" else f"event: {kinds[name]}\n")
+    assert said.endswith("data: [DONE]\n\n") is (name == "chat")
+
+
+@pytest.mark.parametrize("name", FORMS)
 def test_notes_on_schemas_are_in_the_answer(name):
     form, usage = FORMS[name](), msgspec.structs.replace(USAGE, notes=["tools[0]: a note"])
     said = form.whole([Delta(1, 0, "", 3, finish="stop", ids=[*TEXT.encode()])], [usage])
