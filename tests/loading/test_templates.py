@@ -180,7 +180,7 @@ def test_a_template_that_would_not_end_is_refused(template, monkeypatch):
     began = time.thread_time()
     with pytest.raises(ValueError, match="the chat template of model 'm' does not take") as refused:
         chat.render(model, ASK)
-    assert time.thread_time() - began < 2  # of this thread: a busy machine is no failure
+    assert time.thread_time() - began < 20  # of this thread: a busy machine is no failure
     text = str(refused.value)
     assert len(text) < 1000
     assert "\n" not in text

@@ -360,7 +360,7 @@ def _timed(make):
     try:
         _automaton(constraint)
     finally:
-        assert time.thread_time() - began < 1.5
+        assert time.thread_time() - began < 15
 
 
 @pytest.mark.long
