@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 # The reproducible profile of `make test`; `--hypothesis-profile=explore` draws anew each time. How
-# long anything takes is no failure: behind hundreds of tests a first draw took 42 s once.
+# long anything takes is no failure: after hundreds of tests a first draw took 42 s once.
 ANY_SPEED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, **ANY_SPEED)
 hypothesis.settings.register_profile("explore", print_blob=True, **ANY_SPEED)

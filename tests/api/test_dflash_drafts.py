@@ -46,7 +46,7 @@ def target(folder):
 def test_the_draft_says_block_and_layers(folder, target):
     bound, aux = bind_draft(DFlash(), str(folder / "full"), target)
     assert bound == DFlash(SIZE, LAYERS)
-    assert bound.block_size == SIZE + 1  # a cell for the token behind drafts all right
+    assert bound.block_size == SIZE + 1  # a cell for the token after drafts all right
     assert bound.needs.hidden_layers == (3, 1)  # what layers 2 and 0 leave, in the draft's order
     assert list(aux) == ["draft"]
 

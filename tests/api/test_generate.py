@@ -1,6 +1,6 @@
 """What `dj.generate` promises.
 
-A row decodes to the same tokens alone, in a batch, beside other rows, under jit and under vmap;
+A row decodes to the same tokens alone, in a batch, next to other rows, under jit and under vmap;
 other knobs, temperatures, seeds and prompts of one bucket compile nothing; draws follow the law
 they are said to follow; bad input is one clear error.
 """

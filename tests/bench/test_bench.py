@@ -271,7 +271,7 @@ def test_numbers_are_those_worked_out_by_hand(llm, monkeypatch):
     ran = numbers.Ran(
         work=[workload.Work([1], None, problem=of)] * 2,
         outputs=[
-            # 3 tokens came with the first commit; 20 behind it in 2 s.
+            # 3 tokens came with the first commit; 20 after it in 2 s.
             output(5, 23, 1.0, 3.0, text=of.response),
             dataclasses.replace(output(16, 8, 0.5, 0.5, text="None."), request_id="1"),
         ],

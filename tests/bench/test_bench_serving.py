@@ -193,7 +193,7 @@ def test_figures_are_those_of_the_script(endpoint, ending):
     assert found["peak_tok_s"] == 26
     for name, low in (("ttfb_s", GAP_S), ("inter_block_s", GAP_S), ("e2e_s", 2.5 * GAP_S)):
         assert found[name]["mean"] == pytest.approx(low), name
-    # 10 tokens behind the first chunk in two gaps, 6 in one.
+    # 10 tokens after the first chunk in two gaps, 6 in one.
     assert found["tpot_s"]["mean"] == pytest.approx((2 / 10 + 1 / 6) / 2 * GAP_S)
     assert found["finish_reasons"] == {"length": 2}
     reported = found["server"]

@@ -24,7 +24,7 @@ def test_programs_are_those_of_an_engine_and_hold_no_weights():
     shape = Shape.parse("3x2x32")
     device = compile_h200.shaped_device("JetLM/SDAR-8B-Chat", shape, 512, 64, sharding)
     names = [work.name for work in warmup.every_program(device.layout, device.num_words)]
-    # Room for two windows of 64 tokens, twice, behind the context.
+    # Room for two windows of 64 tokens, twice, after the context.
     assert names[:2] == ["decode 3 slots, 12 pages", "prefill 64 tokens, 12 pages, blocks"]
     (begin,) = [
         work

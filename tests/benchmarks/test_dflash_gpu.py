@@ -89,7 +89,7 @@ def test_ratios_are_medians_of_one_turns():
 
 def test_accepted_lengths_count_the_bonus_and_no_token_behind_the_end():
     # A first token each was there before any round. The first text ends in its second round, with
-    # a stop id behind one token; what that round accepted past it is in no text.
+    # a stop id after one token; what that round accepted past it is in no text.
     reported = dflash_pair.accepted([[4, 3], [1, 1]], [[1] * 6, [1] * 3], [True, False], 4)
     assert reported["rounds"] == 4
     assert reported["mean_accepted_length"] == (4 + 3 + 1 + 1) / 4

@@ -220,7 +220,7 @@ def test_every_size_of_every_program_is_listed_once_largest_first():
     ],
 )
 def test_the_passes_of_each_prompt_mode(strategy, model, kinds):
-    """Text behind a prompt of a full mode is computed as blocks, unless a request starts over."""
+    """Text after a prompt of a full mode is computed as blocks, unless a request starts over."""
     assert layout(strategy, model).pass_kinds == kinds
 
 

@@ -184,7 +184,7 @@ def causal_rows(net: Net, text: Sequence[int], mode: int = 0) -> Seen:
 
 
 def next_token(net: Net, request: Request, text: Sequence[int]) -> int:
-    """The token behind `text`, drawn with the key of its position."""
+    """The token after `text`, drawn with the key of its position."""
     law = net.law(causal_rows(net, text).logits[-1])
     return law.draw(request.temperature, position_key(request, len(text)))[0]
 

@@ -17,7 +17,7 @@ from tests.contract.harness import Request
 
 @dataclasses.dataclass
 class Block:
-    """A block behind the cached text; `None` is a hole."""
+    """A block after the cached text; `None` is a hole."""
 
     start: int
     cells: list[int | None]
@@ -55,7 +55,7 @@ def decode_blocks(
         add: Progress of the last block at which the next one opens.
         prompt: Prompt mode of the contract; the "full" ones keep the prompt's own pass apart.
         settles_ready: Only blocks that may leave are settled, not the hole-free run.
-        soft_commits: Takes what each position showed where its block left, and the blocks behind
+        soft_commits: Takes what each position showed where its block left, and the blocks after
             see that; None: blocks leave as plain tokens.
     """
     truth, length = Truth(), len(request.prompt)
@@ -112,7 +112,7 @@ def _block_laws(
     prompt: str,
     soft_commits: dict[int, np.ndarray] | None,
 ) -> dict[int, Law]:
-    """The law of every cell behind the prefilled prompt that some row speaks about."""
+    """The law of every cell after the prefilled prompt that some row speaks about."""
     left = {} if soft_commits is None else soft_commits
     inputs: list[Any] = [left.get(p, done[p]) for p in range(first, len(done))]
     for block in blocks:

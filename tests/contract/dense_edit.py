@@ -48,7 +48,7 @@ def edit_rule(accept: float, edit: float, budget: int, penalty: float = 0.0) -> 
 
 
 def _penalised(law: Law, left: int | None, penalty: float) -> Law:
-    """The law behind the token `left`; a hole or a block's edge costs nothing."""
+    """The law after the token `left`; a hole or a block's edge costs nothing."""
     if not penalty or left is None:
         return law
     changed = Law(law.logits, -1)

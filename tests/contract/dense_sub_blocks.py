@@ -62,7 +62,7 @@ def decode_sub_blocks(
 
 
 def seed_law(net: Net, done: list[int], size: int) -> Law:
-    """What the last row of the committed text says of the cell behind it."""
+    """What the last row of the committed text says of the cell after it."""
     assert net.shift, "a row speaks of the cell behind it"
     grid = np.arange(len(done)) // size
     return net.law(net(done, range(len(done)), grid[None] <= grid[:, None]).logits[-1])

@@ -15,7 +15,7 @@ def _complete(block: Block, request: Request) -> bool:
 
 
 def threshold_rule(accept: float, semi: float) -> Rule:
-    """All holes above `accept`, or the surest one behind a block with progress `semi`.
+    """All holes above `accept`, or the surest one after a block with progress `semi`.
 
     A request may bring an `accept_threshold` of its own.
     """

@@ -99,7 +99,7 @@ def make_engine(name: str, on: Any = None, engine: dict[str, Any] | None = None,
 
 @contextlib.contextmanager
 def steps_a_chunk(count: int) -> Iterator[None]:
-    """Every decode dispatch has so many steps."""
+    """Every decode dispatch has this many steps."""
     with mock.patch("dllm_jax.engine.engine.num_steps", return_value=count):
         yield
 

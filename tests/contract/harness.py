@@ -54,7 +54,7 @@ class Request:
 
     @property
     def given(self) -> tuple[int, ...]:
-        """What stands behind the prompt, -1 for a hole."""
+        """What stands after the prompt, -1 for a hole."""
         return (-1,) * self.max_tokens + self.suffix
 
     @property
@@ -87,7 +87,7 @@ class Decoded:
 
 
 def read_cache(pool: Any, pages: np.ndarray, length: int) -> list[tuple[Any, Any]]:
-    """The first `length` rows of K and V of each layer behind a row of a page table."""
+    """The first `length` rows of K and V of each layer after a row of a page table."""
 
     def read(leaf: Any) -> Any:
         found = np.asarray(leaf)[pages[pages >= 0]].swapaxes(1, 2)
@@ -99,7 +99,7 @@ def read_cache(pool: Any, pages: np.ndarray, length: int) -> list[tuple[Any, Any
 def page_table(
     requests: list[Request | None], window: int, page_size: int, seed: int, tight: bool = False
 ) -> tuple[np.ndarray, int]:
-    """Disjoint random pages for each slot, -1 behind them; and how many pages the pool has.
+    """Disjoint random pages for each slot, -1 after them; and how many pages the pool has.
 
     `tight` covers the positions before the limit only, so that writes past it must be dropped.
     """

@@ -44,7 +44,7 @@ TAPS = (1, 2)
 def weights(cfg: DenseConfig, seed: int, dtype=jnp.float32):
     """Random weights whose logits have a standard deviation near 3.
 
-    Gate and up are drawn one behind the other: what these models say, and which cases that meets,
+    Gate and up are drawn one after the other: what these models say, and which cases that meets,
     does not depend on how weights lie in memory.
     """
     draw = np.random.default_rng(seed).normal

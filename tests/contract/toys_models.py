@@ -1,7 +1,7 @@
-"""Toy strategies that ask more of the model: a drafter beside it, or two modes in one batch.
+"""Toy strategies that ask more of the model: a drafter next to it, or two modes in one batch.
 
 `Speculate` drafts with a second model that has its own cache and commits any length; `Canvas` runs
-commit rows causally in one mode beside bidirectional rows in another. Neither is one of the
+commit rows causally in one mode next to bidirectional rows in another. Neither is one of the
 project's strategies.
 """
 
@@ -16,7 +16,7 @@ from tests.contract.toys import static
 
 
 class Speculate(Strategy):
-    """A drafter guesses S - 2 tokens behind the anchor, the target judges them in one pass.
+    """A drafter guesses S - 2 tokens after the anchor, the target judges them in one pass.
 
     `script` overrides what the drafter says at an absolute position, where it is not negative.
     """
@@ -79,7 +79,7 @@ class Speculate(Strategy):
 class Canvas(Strategy):
     """A whole canvas of random tokens is redrawn until two drafts agree, then encoded causally.
 
-    The canvas is fed back as the expected embedding of its last law beside its tokens.
+    The canvas is fed back as the expected embedding of its last law besides its tokens.
     """
 
     entropy_bound: PerSlot = knob(2.0)

@@ -100,7 +100,7 @@ def test_a_missing_tensor_is_a_problem(tmp_path, name):
     ["lm_head.weight", "embed_tokens.weight", "layers.0.self_attn.attention_sink_bias", "d2t"],
 )
 def test_an_unknown_tensor_is_a_problem(tmp_path, name):
-    """Also a copy of the head beside `tie_word_embeddings`, which a model may have."""
+    """Also a copy of the head next to `tie_word_embeddings`, which a model may have."""
     folder = write_draft(tmp_path / "draft")
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, name: np.zeros((50, 40), np.float32)}, folder / "model.safetensors")
@@ -266,7 +266,7 @@ def test_layers_that_no_config_can_state_are_not_exported():
         config_json("dflash", cfg)
 
 
-# Beside a target.
+# Next to a target.
 
 
 @pytest.mark.parametrize(

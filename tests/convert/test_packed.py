@@ -128,7 +128,7 @@ def values(end, kind, change):
 
 
 def zero_points(tensors):
-    """That are not zero, which no tool writes beside e4m3."""
+    """That are not zero, which no tool writes next to e4m3."""
     rows = tensors["m.weight"][1][0]
     tensors["m.weight_zero_point"] = ("I8", (rows, 1), bytes(rows - 1) + b"\x01")
 

@@ -320,7 +320,7 @@ def test_special_ids_count_but_are_not_shown(tokenizers):
     stream = TextStream(tokenizer, ["b"])
     assert stream.feed([pad, a]) == "a"
     assert stream.feed([pad, a, mask, pad, b]) == ""
-    assert stream.stopped == 2  # behind a: what shows nothing is not kept
+    assert stream.stopped == 2  # after a: what shows nothing is not kept
     first = TextStream(tokenizer, ["a"])
     assert (first.feed([pad, a]), first.stopped) == ("", 0)
 

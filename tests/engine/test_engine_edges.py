@@ -4,7 +4,7 @@ Proves over the gate's toys (each with a dense, cache-free truth) that requests 
 tokens, reason and forwards, and leave every page free. Covered are prompts of one token, shorter
 than a block, of exactly a block, a page and more, and with the mask id; limits that are no multiple
 of a block; texts that meet `max_model_len` within one; stop ids of the request and of the model;
-`max_nfe`; a run of equal tokens; two equal prompts in one batch, and one behind another; and
+`max_nfe`; a run of equal tokens; two equal prompts in one batch, and one after another; and
 requests that are aborted while they wait, run, or twice.
 """
 
@@ -32,7 +32,7 @@ def longest(name):
 
 
 def cut(name, length, **changed):
-    """A prompt of so many tokens."""
+    """A prompt of this many tokens."""
     ids = (longest(name).prompt * 2)[:length]
     return dataclasses.replace(longest(name), prompt=ids, suffix=(), **changed)
 
@@ -70,7 +70,7 @@ def test_the_model_length_ends_a_text_within_a_block(name):
 @pytest.mark.slow("canvas")
 @pytest.mark.parametrize("name", sweep(QUICK, CACHED))
 def test_a_pool_that_a_text_outgrows_alone_ends_it_with_what_it_has(name):
-    """At the first position that a block behind it would not fit."""
+    """At the first position that a block after it would not fit."""
     engine = make_engine(name, num_pages=3)
     request = cut(name, 9, max_tokens=55)
     (got,) = run(engine, [wish(request)])

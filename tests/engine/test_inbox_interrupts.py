@@ -26,7 +26,7 @@ def signalled_at(lines, second=None):
     """SIGINT before each of these lines, counted over the sources of the engine.
 
     Args:
-        second: Also before this line of those behind them that clean up.
+        second: Also before this line of those after them that clean up.
     """
     count, cleaning = [0], [0]
 

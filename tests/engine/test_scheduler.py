@@ -506,7 +506,7 @@ def test_each_waiting_prompt_has_a_budget_where_nobody_watches_or_few_decode(
     host: ModuleType,
 ) -> None:
     def tokens(cost: Any, watched: bool, num_decoding: int = 1, **layout: Any) -> int:
-        """What three prompts get beside decoding rows and two of their steps."""
+        """What three prompts get besides decoding rows and two of their steps."""
         sizes = {"num_slots": 5, "slot_buckets": (1, 5), "num_pages": 60}
         books = Books(host, prefill_buckets=(4,), **sizes, **layout)
         decoding = [books.run([5] * 4, max_tokens=8) for _ in range(num_decoding)]
@@ -743,7 +743,7 @@ def test_bounds_belong_to_their_ranges(host: ModuleType) -> None:
 
 
 def test_a_threshold_above_another_is_refused(host: ModuleType) -> None:
-    """Both of the request, or one beside the strategy's own."""
+    """Both of the request, or one besides the strategy's own."""
     values = {"low": 0.4, "high": 0.8}
     ranges = dict.fromkeys(values, (0.0, 9.0))
     books = Books(host, knobs=ranges, knob_values=values, ordered_knobs={"low": "high"})

@@ -1,13 +1,13 @@
-"""Makes `draft.npz`: what transformers says of a tiny DFlash draft beside a tiny Qwen3.
+"""Makes `draft.npz`: what transformers says of a tiny DFlash draft next to a tiny Qwen3.
 
 Run by hand where torch and transformers 5.23 are installed; the tests read its output without them:
 
     python -m tests.golden.make_draft_golden
 
-The target's hidden states are taken by hooks behind its layers, so that the last one is before the
+The target's hidden states are taken by hooks after its layers, so that the last one is before the
 final norm; the draft is MuseGlimmerAssistantModel, which is DFlash's first version, given z-lab's
 tensors under its names. Stored: `ids`, `features` of them, and for each variant that transformers
-computes the draft's `hidden` rows and float32 `logits` behind all but the last of `ids`.
+computes the draft's `hidden` rows and float32 `logits` after all but the last of `ids`.
 """
 
 import json
@@ -39,7 +39,7 @@ SAME = (
 
 
 def features_of(target: torch.nn.Module, ids: torch.Tensor, layers: list[int]) -> torch.Tensor:
-    """Residual streams behind `layers`, joined [T F]."""
+    """Residual streams after `layers`, joined [T F]."""
     kept: dict[int, torch.Tensor] = {}
 
     def keep(i: int):

@@ -1,4 +1,4 @@
-"""What a layer of a canvas model does beside its products: norms, heads and the choice of experts.
+"""What a layer of a canvas model does besides its products: norms, heads and the choice of experts.
 
 The references against NumPy in float64; the Mosaic forms, interpreted, against the references.
 """

@@ -250,7 +250,7 @@ def test_add_rms_norm_matches_numpy(parts, dtype, width):
 
 
 def test_add_rms_norm_adds_up_the_results_of_experts():
-    """Beside the parts of a product; results that no row names are not finite."""
+    """Next to the parts of a product; results that no row names are not finite."""
     x, scale, results, parts = integers(10, (1, 4, 512), (512,), (16, 512), (2, 1, 4, 512))
     place = np.asarray([[[3, 8], [0, 2**31 - 1], [2**31 - 1, 16], [15, 2]]], np.int32)
     weights = np.asarray([[[0.5, 2], [1.5, np.nan], [np.nan, np.nan], [1, 0.25]]], np.float32)

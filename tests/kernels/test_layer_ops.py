@@ -1,4 +1,4 @@
-"""The operations of a layer beside its attention, against NumPy float64.
+"""The operations of a layer besides its attention, against NumPy float64.
 
 XLA's forms on random data of odd sizes; roundings and untouched values bit for bit; a trunk of
 kernels is the trunk of XLA. Kernels have tests of their own.
@@ -197,7 +197,7 @@ def test_trunk_of_mosaic_kernels_is_the_trunk(monkeypatch):
 
 
 def same_trunk(cfg, rows, ops):
-    """A trunk of such operations gives what one in plain XLA does, on twice so many rows."""
+    """A trunk of such operations gives what one in plain XLA does, on twice this many rows."""
     (x,) = draw(8, (2, rows, cfg.hidden_size), dtype="bfloat16")
     positions = jnp.arange(2 * rows, dtype=jnp.int32).reshape(2, rows)
 

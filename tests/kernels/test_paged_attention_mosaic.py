@@ -233,7 +233,7 @@ INTERPRETED = {
         mosaic.Tiling(consumers=2, stages=2),
         {"T": 48, "S": 8, "heads": (6, 2, 64), "window": 70, "left_out": 16},
     ),
-    "a canvas": (  # the first tile that all rows see begins a key behind the window's first
+    "a canvas": (  # the first tile that all rows see begins a key after the window's first
         mosaic.Tiling(consumers=2, stages=2),
         {"T": 32, "S": 16, "heads": (6, 2, 64), "C": 6, "canvas": True, "window": 133}
         | {"by_blocks": True, "rows": 4},

@@ -52,7 +52,7 @@ def models(tmp_path_factory):
 
 
 def one_pass(model, pool, x, start, *, causal, mode):
-    """Rows, and keys and values, of `x` at positions from `start` on behind `pool`."""
+    """Rows, and keys and values, of `x` at positions from `start` on after `pool`."""
     cfg, T = model.config, x.shape[1]
     pages = pool[0][0].shape[0]
     table = jnp.arange(pages, dtype=jnp.int32)[None]
@@ -95,7 +95,7 @@ def encode(model, pool, ids, start):
 
 
 def decode(model, pool, canvas, expected, start):
-    """Logits of a canvas behind what is cached."""
+    """Logits of a canvas after what is cached."""
     params, cfg = model.params, model.config
     rows = gemma.embed(params, cfg, jnp.asarray(canvas)[None])
     x = gemma.condition(params, cfg, rows, jnp.asarray(expected)[None])
@@ -249,7 +249,7 @@ def test_golden_file_notices_a_broken_rule(golden, models, monkeypatch, wrong):
 
 @pytest.mark.long
 def test_a_commit_is_a_prefill(models):
-    """Keys and values of a canvas stored behind its prompt are those of one prefill of both."""
+    """Keys and values of a canvas stored after its prompt are those of one prefill of both."""
     model = models("pattern", 0.4)
     length = model.config.canvas_length
     ids = np.random.default_rng(3).integers(3, 90, 3 * length)
@@ -336,7 +336,7 @@ def test_few_bits_keep_the_likeliest_tokens(golden, models, form, bound, nats):
 
 
 def visible(n, window, cells=4, causal=False):
-    """What `by_block` lets rows of one block behind n cached tokens see."""
+    """What `by_block` lets rows of one block after n cached tokens see."""
     pages = -(-n // PAGE)
     mask = WindowMask(
         cell=jnp.arange(cells)[None],

@@ -1,4 +1,4 @@
-"""A DFlash drafter computes what transformers and its equations say, on pages, beside its target.
+"""A DFlash drafter computes what transformers and its equations say, on pages, next to its target.
 
 `golden/draft.npz` is transformers' word on the published layout (the target's hidden states, the
 draft's rows and logits); `oracles/draft_model.py` says it in NumPy for every kind of layer and is
@@ -75,7 +75,7 @@ def target(folder):
 
 
 def pair(folder, target, variant="full"):
-    """The forward of the target, with a variant of the draft beside it."""
+    """The forward of the target, with a variant of the draft next to it."""
     draft = with_target(target, dj.load(folder / variant, dtype="float32"))
     return ModelForward(target, aux={"draft": draft})
 
@@ -144,7 +144,7 @@ def inject(forward, state: DecodeState, features, start, lengths) -> DecodeState
 
 @jax.jit
 def drafted(draft_model, target_model, state, features, lengths, anchors):
-    """Hidden rows and logits of the block behind contexts of `lengths`."""
+    """Hidden rows and logits of the block after contexts of `lengths`."""
     forward = ModelForward(target_model, aux={"draft": draft_model})
     state = inject(forward, state, features, jnp.zeros_like(lengths), lengths)
     state = at(state, lengths, BLOCK)
@@ -212,7 +212,7 @@ def test_draft_agrees_with_its_equations(folder, target, texts, variant):
 
 
 def hold_to_equations(folder, forward, target, features, anchors):
-    """The draft's rows behind contexts of all `LENGTHS` are those of the NumPy reference."""
+    """The draft's rows after contexts of all `LENGTHS` are those of the NumPy reference."""
     hidden, _ = drafted(
         forward.aux["draft"].model,
         target,

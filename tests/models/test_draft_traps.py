@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
 
 
 def masked_text() -> tuple[rounds.Wish, list[int]]:
-    """A request whose text holds the drafter's mask behind its first token, and that text."""
+    """A request whose text holds the drafter's mask after its first token, and that text."""
     rng = np.random.default_rng(0)
     for _ in range(20):
         drawn = [rounds.draw_wish(rng) for _ in range(harness.SLOTS)]

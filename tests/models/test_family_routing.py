@@ -233,7 +233,7 @@ def rows_of(model, ids, live, start=(0, 0)):
 
 
 def test_padding_has_no_say_in_a_routing_block(blocks):
-    """Texts of 6 and 9 tokens end inside a block; what is fed behind them changes nothing."""
+    """Texts of 6 and 9 tokens end inside a block; what is fed after them changes nothing."""
     folder, model = blocks
     ids = np.random.default_rng(0).integers(0, 50, (2, LENGTH))
     lengths = np.array([6, 9])

@@ -1,7 +1,7 @@
 """Wrong versions of plans, draws and the engine's half, one rule broken in each.
 
 `killer` is a function of `check_constraint` and what it is called with. Left out as equivalent: a
-class that is never taken beside the dead state that it leads to.
+class that is never taken next to the dead state that it leads to.
 """
 
 from tests.mutation import broken

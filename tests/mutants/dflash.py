@@ -4,7 +4,7 @@
 same with fewer drafts verified than drawn; "wandering": the same with another width in each step;
 "guesses": a dense pass of the drafter; "cache": the contents of the pools, and "cache_off" without
 drafts; "choice" and "learning": the lists' choice of a width; "single": a step without drafts
-beside the general one. For rejection, "enumerated": rounds of 3 ids; "drawn": rounds of 5 by
+next to the general one. For rejection, "enumerated": rounds of 3 ids; "drawn": rounds of 5 by
 chi-squared; "network": the distribution of texts.
 """
 

@@ -20,7 +20,7 @@ Cells = list[int | None]
 
 @dataclass
 class Span:
-    """A block behind the prefilled prompt: cells `[start, end)` of the text."""
+    """A block after the prefilled prompt: cells `[start, end)` of the text."""
 
     start: int
     end: int

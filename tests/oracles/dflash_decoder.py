@@ -1,7 +1,7 @@
 """DFlash's rounds as lists: how many tokens each emits, from the target's text and the drafts.
 
 Its input is the text that the target would write alone, up to its limit, and what the drafter
-predicts behind an anchor. There is no window, no cache and no network.
+predicts after an anchor. There is no window, no cache and no network.
 """
 
 from collections import Counter

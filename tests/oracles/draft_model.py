@@ -26,7 +26,7 @@ def draft_hidden(folder: Path, features: Array, rows: Array) -> Array:
 
     Args:
         features: Joined hidden states of the target [L F], of the positions 0 to L - 1.
-        rows: Embedding of the anchor, at L, and of the masks behind it [B D].
+        rows: Embedding of the anchor, at L, and of the masks after it [B D].
     """
     config, weights = read_draft(folder)
     own, eps = config["dflash_config"], config["rms_norm_eps"]

@@ -31,7 +31,7 @@ class Row:
         return tokens
 
     def see(self, right: int, width: int) -> None:
-        """A round of this width had so many right drafts."""
+        """A round of this width had this many right drafts."""
         self.idle = 0 if width > 1 else self.idle + 1
         for place in range(1, min(width - 1, self.room) + 1):
             if place > right + 1:
@@ -52,7 +52,7 @@ def choice(rows: Sequence[Row], widths: Sequence[int], costs: Sequence[float]) -
     can_pay = any(w / c > 1 / costs[0] for w, c in zip(widths[1:], costs[1:], strict=True))
     if best == 0 and widths[0] == 1 and can_pay:
         spared = max(row.idle for row in rows)
-        # One look in so many rounds, and of what they cost a share.
+        # One look in this many rounds, and of what they cost a share.
         if spared >= PROBE and costs[1] - costs[0] <= SHARE * spared * costs[0]:
             return 1
     return best

@@ -117,7 +117,7 @@ def rewrite_decode(
             if may_leave:
                 ready.append(block.start)
 
-        # What may leave does so only behind what leaves.
+        # What may leave does so only after what leaves.
         for block in live:
             if block.status == ACTIVE:
                 if block.start not in ready:

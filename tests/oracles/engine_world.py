@@ -476,7 +476,7 @@ class World:
 
 @contextlib.contextmanager
 def interrupted_at(path: str, line: int) -> Iterator[None]:
-    """KeyboardInterrupt at so many lines run in the folder of `path`; beyond, none."""
+    """KeyboardInterrupt at this many lines run in the folder of `path`; beyond, none."""
     folder, left = path.rpartition("/")[0], [line]
 
     def trace(frame: Any, event: str, arg: Any) -> Any:
@@ -500,7 +500,7 @@ DRAWN = POISON_ID
 
 
 def cells_of(request: Any) -> list[int]:
-    """What stands behind the prompt: ids, HOLE for a cell to be written."""
+    """What stands after the prompt: ids, HOLE for a cell to be written."""
     return [HOLE] * request.params.max_tokens + list(request.suffix_token_ids)
 
 

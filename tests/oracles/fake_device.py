@@ -27,7 +27,7 @@ HOLE = -1
 END_ID = 1  # the model's own stop id
 POISON_ID = 11  # a row that holds it is not finite
 DRAWN_IDS = 10  # decoding draws from the ids below
-BREAKS = 499  # one step in so many meets a value that is not finite
+BREAKS = 499  # one step in this many meets a value that is not finite
 CAUSAL = "whole_causal"
 FULL = 1000  # marks contents of a prompt whose rows all see each other
 
@@ -387,7 +387,7 @@ def tuple_of(window: Sequence[int | None]) -> tuple[int, ...]:
 
 
 def computed(context: Sequence[int], tokens: Sequence[int], grain: int, salt: int = 0) -> list[int]:
-    """Contents of tokens behind a context, `grain` of them seeing each other."""
+    """Contents of tokens after a context, `grain` of them seeing each other."""
     every = list(context)
     for i in range(0, len(tokens), grain):
         block = tuple(tokens[i : i + grain])

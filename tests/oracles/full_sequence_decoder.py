@@ -4,8 +4,8 @@ What it is for: the truth that `FullSequence` is compared with. Written from the
 LLaDA's `generate.py` (`get_num_transfer_tokens`, blocks from the prompt's end, low-confidence and
 random remasking), Dream's `_sample` (timesteps from 1 to eps; maskgit_plus, topk_margin, entropy,
 origin) and Fast-dLLM's loops with a prefix or dual cache; it knows nothing of how `strategies/`
-does it. Beside theirs: a block without holes costs nothing, the last block may be short, `steps`
-need not divide, a threshold takes tokens beside the quota, and a text ends at a stop id behind
+does it. Besides theirs: a block without holes costs nothing, the last block may be short, `steps`
+need not divide, a threshold takes tokens besides the quota, and a text ends at a stop id after
 which nothing is waited for.
 """
 

@@ -105,13 +105,13 @@ class Asked:
         return made
 
     def text(self, blocks: Sequence[Block]) -> list[int | None]:
-        """The cells behind the prompt."""
+        """The cells after the prompt."""
         return [cell for block in blocks for cell in block.cells][len(self.prompt) :]
 
     def live(self, blocks: list[B], is_ready: Callable[[B], Any]) -> list[B]:
         """The blocks in the window, after at most one has opened from what the last step left.
 
-        None opens at or past the limit, nor behind a stop that stands in the text now.
+        None opens at or past the limit, nor after a stop that stands in the text now.
         """
         live = [block for block in blocks if block.status != IN_CACHE]
         start = len(blocks) * self.block_size
@@ -275,7 +275,7 @@ def list_decode(
         for block, offset, written in writes:
             block.cells[offset] = written
 
-        # Complete blocks wait for the cache only behind complete blocks.
+        # Complete blocks wait for the cache only after complete blocks.
         for block in live:
             if block.status == ACTIVE:
                 if block.holes():

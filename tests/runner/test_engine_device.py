@@ -401,7 +401,7 @@ def test_buckets_change_nothing(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["multi_bd", "d2f_whole_full"])
 def test_rows_that_fill_a_bucket_up_are_left_alone(name):
-    """They are requests of another group, which runs beside it over more pages."""
+    """They are requests of another group, which runs next to it over more pages."""
     layout = toy.device(name).layout
     widest = layout.page_buckets[-1]
     engine = make_engine(name, page_buckets=(32 // layout.page_size, widest))
@@ -482,7 +482,7 @@ def test_a_near_tie_is_seen_and_counted():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_random_requests_have_their_tokens_whatever_happens(name, record_property):
-    """Sixty of them, three ways each; how many differ behind a near-tie is recorded, and few."""
+    """Sixty of them, three ways each; how many differ after a near-tie is recorded, and few."""
     draw = np.random.default_rng(NAMES.index(name))
     room = 32 if name in WHOLE else 60
 

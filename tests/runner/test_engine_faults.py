@@ -121,7 +121,7 @@ def test_a_broken_head_ends_everything_with_error(name, sampling):
 
 
 def test_a_prefix_that_breaks_when_it_is_computed_again_stays_broken():
-    """What is put back behind it says RUNNING."""
+    """What is put back after it says RUNNING."""
     name = "multi_bd"
     request = dataclasses.replace(case(name).requests[1], max_tokens=20)
     engine = make_engine(name, poisoned(name), prefix_caching=False)
@@ -339,7 +339,7 @@ def test_a_second_failure_in_a_row_ends_the_live_ones_and_saves_them(program, wh
 
 
 class Until:
-    """Every call fails until the engine has counted so many failures."""
+    """Every call fails until the engine has counted this many failures."""
 
     def __init__(self, engine, count):
         self._engine, self._count = engine, count
@@ -349,7 +349,7 @@ class Until:
 
 
 def test_an_error_of_the_code_is_told_as_it_is():
-    """Raised in `prefill`, which nobody waits for; what stands behind it says the same."""
+    """Raised in `prefill`, which nobody waits for; what stands after it says the same."""
     engine = make_engine("multi_bd")
 
     def wrong(device, one, args, part):

@@ -98,7 +98,7 @@ def measured(name: str, slots: int) -> float:
     ],
 )
 def test_rounds_cost_what_was_measured(pairs, name, slots):
-    """The built-in pair's on a GPU hold what a call of five rounds costs beside them."""
+    """The built-in pair's on a GPU hold what a call of five rounds costs besides them."""
     plain, _, whole = pairs[name](slots)
     assert whole / plain == pytest.approx(measured(name, slots), rel=1 / 3)
 

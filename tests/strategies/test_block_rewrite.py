@@ -1,6 +1,6 @@
 """The block rewrite against plain loops, on random windows of several requests.
 
-Proves which cells may be written (open blocks, behind the prompt, filled or not), that nothing else
+Proves which cells may be written (open blocks, after the prompt, filled or not), that nothing else
 changes, that only a filled hole counts, and the meaning of "another token" and "before the limit".
 """
 

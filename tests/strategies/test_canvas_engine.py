@@ -1,8 +1,8 @@
 """`DiffusionGemma` in the engine, against a dense run without a cache that knows every step.
 
-Proves that a request preempted behind any step of a canvas, or resumed from a snapshot, writes the
+Proves that a request preempted after any step of a canvas, or resumed from a snapshot, writes the
 text that it would have written; that denoise events show the likeliest text of each step; that
-`LLM.infill` keeps what stands behind the holes of the first canvas; and that the temporaries of a
+`LLM.infill` keeps what stands after the holes of the first canvas; and that the temporaries of a
 step grow with the slots by a tile of the vocabulary, not by all of it.
 """
 
@@ -55,7 +55,7 @@ def end_of(output):
 
 @pytest.mark.slow
 def test_preemption_behind_every_step_of_a_canvas_changes_nothing():
-    """One request, given up once, behind its first forward, its second, and so on."""
+    """One request, given up once, after its first forward, its second, and so on."""
     want = toy.wanted(NAME, REQUEST)
     met, stayed = set(), []
     for forward in range(1, want[2]):
@@ -156,7 +156,7 @@ def test_infill_keeps_what_stands_behind_the_holes_of_the_first_canvas():
 
 
 def step_temporaries(slots: int, vocab: int, size: int) -> int:
-    """Bytes that a compiled step of so many slots takes beside its arguments."""
+    """Bytes that a compiled step of this many slots takes besides its arguments."""
     model = models.conditioned()
     table = jnp.zeros((vocab, model.config.hidden_size))
     heads = {name: table for name in ("embed", "lm_head") if name in model.params}

@@ -278,7 +278,7 @@ def test_store_writes_where_it_may_and_drops_the_rest():
     table = np.arange(SLOTS * columns).reshape(SLOTS, columns) % num_pages
     table[1, 3] = -1
     table[3] = -1
-    # Slot 0 ends eight cells behind the table's end, slot 1 runs into a hole, slot 2 is done.
+    # Slot 0 ends eight cells after the table's end, slot 1 runs into a hole, slot 2 is done.
     start = np.array([columns * size - 4, 3 * size - 4, 8, 0])
     state = state.replace(
         page_table=jnp.asarray(table, jnp.int32),

@@ -158,7 +158,7 @@ def seen_by(strategy: Any, prompt: list[int], kept: int) -> np.ndarray:
         bare, state, padded = harness.fresh_state(strategy, model, {}, requests, 8, seed=1)
         state = harness.prefill(bare, model, {}, state, padded, 32)
         pages = np.asarray(state.page_table)[0]
-        # Values of the second layer: the first has no attention behind it yet.
+        # Values of the second layer: those of the first come before any attention.
         return harness.read_cache(state.pools["target"], pages, kept)[1][1]
 
     before, rows = values(prompt), []

@@ -206,7 +206,7 @@ def check_batches(strategy: Any, first: int, count: int) -> list[Ended]:
         seed = (7, strategy.draft_block_size, strategy.width or 0, number)
         rng = np.random.default_rng(seed)
         wishes = [draw_wish(rng) for _ in range(int(rng.integers(2, SLOTS + 1)))]
-        # Drafts go on behind a run.
+        # Drafts go on after a run.
         texts = [one.output for one in run(AR(), wishes)]
         table = hints_of(rng, strategy.draft_block_size, wishes, texts)
         wishes = [with_runs(rng, wish) for wish in wishes]
@@ -324,5 +324,5 @@ def check_guesses(strategy: Any) -> int:
 
 
 def test_the_drafter_guesses_what_a_dense_pass_of_it_guesses() -> None:
-    """Anchor in front, masks behind, all seeing all, and the taps of the text before the anchor."""
+    """Anchor in front, masks after, all seeing all, and the taps of the text before the anchor."""
     assert check_guesses(BLOCK) >= 12

@@ -4,7 +4,7 @@ Proves `rejection.reject` by enumeration: over every draft and every chance the 
 continued by the target alone, have the target's distribution (3 ids, 2 drafts). Proves it by
 chi-squared as well, on 5 ids and drawn numbers. A draft of probability NaN neither stays nor is
 drawn from. On the network, with 5 ids, the joint distribution of three tokens is compared with the
-dense, cache-free one by chi-squared. Rows at temperature 0 are those of `ar`, also beside others.
+dense, cache-free one by chi-squared. Rows at temperature 0 are those of `ar`, also next to others.
 Neighbours, slots and preemption change nothing, because rounds resume where they were.
 """
 
@@ -34,7 +34,7 @@ THIRD = np.array([[3, 4, 1], [1, 1, 6], [5, 2, 1]]) / 8  # by the second
 
 
 def law_of_three(of: Any = rejection) -> np.ndarray:
-    """Law of three tokens behind an anchor, summed over all drafts and chances; [3 3 3]."""
+    """Law of three tokens after an anchor, summed over all drafts and chances; [3 3 3]."""
     grid = (np.arange(STEPS) + 0.5) / STEPS
     drafts = np.array([*itertools.product(range(3), repeat=2)])
     chances = np.array([*itertools.product(grid, repeat=2)])

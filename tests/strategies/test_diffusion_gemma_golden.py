@@ -3,7 +3,7 @@
 Proves, on tiny checkpoints in float32, that tokens, finish reasons and forwards of every golden
 case come out: through `dj.generate` with canvases begun early and alone, and through `LLM`, one
 engine for all cases of a network: one by one, in one ragged batch of requests with thresholds of
-their own, with a pool that preempts, and a second time behind prefix hits.
+their own, with a pool that preempts, and a second time after prefix hits.
 """
 
 import functools
@@ -201,7 +201,7 @@ def test_an_engine_answers_as_transformers_alone_together_and_preempted(
     """Every row of every case of one network: one by one, then all of them ragged in four slots.
 
     Thresholds and steps are the requests'. The pool has 15 pages of 8, so not all texts fit at
-    once; the batch runs twice, the second time behind prefix hits.
+    once; the batch runs twice, the second time after prefix hits.
     """
     names = GROUPS[group]
     rows = [(name, row) for name in names for row in cases()[name]["rows"]]

@@ -186,7 +186,7 @@ def test_cells_of_the_prompt_are_not_judged_and_not_written(
 @pytest.mark.long("run_script-diffulex")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_stop_that_is_edited_away_is_none(decode: Callable[..., Any], mode: str) -> None:
-    """Trap 8: nothing opens beside the stop; once it is gone the request goes on."""
+    """Trap 8: nothing opens next to the stop; once it is gone the request goes on."""
     forwards = [
         {4: (10, 0.7), 5: (EOS, 0.7)},
         {4: (10, 0.7), 5: (11, 0.7), 6: (12, 0.7), 7: (13, 0.3)},
@@ -667,7 +667,7 @@ def eager_requests() -> list[Any]:
 def test_the_other_forms_decode_as_a_dense_run(fields: dict[str, Any], rule: Any) -> None:
     """Real paging against a cache-free run; the paper's own form is a case of the gate.
 
-    Soft commits: the blocks behind see, and the cache holds, what a block showed as it left.
+    Soft commits: the blocks after see, and the cache holds, what a block showed as it left.
     """
     c, seen = gate_case("dmax"), Counter()
     net, is_soft = dense.Net(c.model), "compat" in fields

@@ -120,7 +120,7 @@ def test_edits_beside_each_other_are_consumed_from_the_left() -> None:
 
 
 def test_holes_may_be_deleted_and_split() -> None:
-    """A SPLIT in a hole leaves that hole behind the new one; a DELETE brings one up."""
+    """A SPLIT in a hole leaves that hole after the new one; a DELETE brings one up."""
     forwards = [says((SPLIT, 0.9), (5, 0.1), (5, 0.1), (5, 0.1)), says(10, (DELETE, 0.8), 11, 12)]
     assert windows(follow(forwards))[:2] == ["A[_ _ _ _]", "A[10 11 12 _]"]
 

@@ -248,7 +248,7 @@ def test_48_4_a_pass_is_as_wide_as_what_is_there(monkeypatch: pytest.MonkeyPatch
         strategy = strategies.FullSequence(**how, buffer_size=buffer_size)
         run_script(strategy, [7] * 268, token, prob, max_tokens=32 * buffer_size - 268, **given)
         jax.effects_barrier()
-        # Blocks of 32 behind 268 cells: the eighth ends at 524.
+        # Blocks of 32 after 268 cells: the eighth ends at 524.
         assert widths == [narrow] * 7 + [narrow and 1024], buffer_size
         del widths[:]
 
@@ -453,7 +453,7 @@ def test_the_best_cells_are_those_of_the_whole_window() -> None:
     assert best.tolist() == [[[False, False], [True, True]], [[False, True], [False, False]]]
     assert not remasking.best_cells(score, ints(0, 0), among).any()
     rng = np.random.default_rng(0)
-    for width in (1, 5, 12, 40):  # all of them lie within so many cells
+    for width in (1, 5, 12, 40):  # all of them lie within this many cells
         among = rng.random((3, 4, 10)) < 0.7
         start = rng.integers(0, 40, (3, 1))
         cell = np.arange(40)[None]

@@ -23,7 +23,7 @@ TOP = 3
 
 
 def over_parts(logits, num_parts, ask):
-    """`token_stats` of a vocabulary split over devices, padded behind with 7: barred as ids."""
+    """`token_stats` of a vocabulary split over devices, padded after with 7: barred as ids."""
     V = logits.shape[1]
     padded = jnp.pad(logits, ((0, 0), (0, -V % num_parts)), constant_values=7.0)
     mesh = Mesh(np.array(jax.devices()[:num_parts]), ("tp",))

@@ -30,7 +30,7 @@ def fills_two(forward, state):
     """A step that fills two cells of each block, and no more."""
 
     def rule(stats, state, holes):
-        is_begun = jnp.sum(state.buffer.filled, axis=2, keepdims=True) > 1  # beside the prompt
+        is_begun = jnp.sum(state.buffer.filled, axis=2, keepdims=True) > 1  # besides the prompt
         two = jnp.full_like(state.buffer.status, 2)
         return sampling.top_n(stats.confidence, two, holes) & ~is_begun
 

@@ -194,7 +194,7 @@ def test_eos_behind_a_hole_waits_for_the_hole(
         everywhere((13, 0.97)),
     ]
     trace = decode(forwards, eos_ids=(EOS,))
-    # No second block is opened beside an EOS, although .5 >= add_block_threshold.
+    # No second block is opened next to an EOS, although .5 >= add_block_threshold.
     assert windows(trace) == ["A[10 _ 30 _] D", "A[10 _ 30 9] D"]
     assert (list(trace.output), trace.finish_reason, trace.nfe) == (output, "stop", 3)
 

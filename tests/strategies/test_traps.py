@@ -54,7 +54,7 @@ def test_every_trap_has_tests_that_exist() -> None:
 
 @pytest.mark.parametrize("name", sorted(set(strategies.strategy_names()) - {"dmax"}))
 def test_strategies_that_rewrite_nothing_have_no_stability(name: str) -> None:
-    """Trap 28: the reference lets such a gate shut every block behind an incomplete one."""
+    """Trap 28: the reference lets such a gate shut every block after an incomplete one."""
     with pytest.raises(ValueError, match=r"token_stability_threshold=0.5: \w+ has no such field"):
         load_strategy(name, token_stability_threshold=0.5)
 

@@ -348,7 +348,7 @@ def test_future_is_hidden_until_played(browse):
     assert begin["counts"] == [
         "Step 0 of 2 · 0 forwards · 0 tokens settled · 0.00 tokens per forward"
     ]
-    # The second step writes over " six", and fills the holes before and behind it.
+    # The second step writes over " six", and fills the holes before and after it.
     assert (first["settled"], first["ahead"], first["gaps"]) == ([" one two"], [" six"], 1)
     assert (last["settled"], last["ahead"], last["gaps"]) == ([TEXT], [""], 0)
     assert last["title"] == "fast: how a text was denoised"

@@ -39,7 +39,7 @@ NASTY = (
 
 
 class Tokenizer:
-    """Id i is the i-th text; behind them is one byte of a character, by its byte-level name."""
+    """Id i is the i-th text; after them is one byte of a character, by its byte-level name."""
 
     def __init__(self, texts):
         self.added_tokens_decoder = {}
@@ -305,7 +305,7 @@ def pixel(image, column, row, dx, dy, block=0):
 def test_pictures_show_probabilities_edits_and_the_window():
     begin, one, two, _ = picture.render_pictures(WORKED)
     assert begin.size != one.size  # a block that is not open has no cells
-    middle = (picture.CELL_WIDTH - 8, 10)  # beside the text
+    middle = (picture.CELL_WIDTH - 8, 10)  # next to the text
     assert pixel(one, 1, 0, *middle) == picture.colour(900) == "#cfe6d2"
     assert pixel(one, 2, 0, *middle) == picture.colour(500) == "#f7dca6"
     assert pixel(one, 0, 0, *middle) == picture.PANEL  # of the prompt

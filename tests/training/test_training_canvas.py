@@ -1,7 +1,7 @@
 """Proves the objective of DiffusionGemma's training says what its decoder will see.
 
 The two passes over a row give the numbers of the paged forward that decoding runs, for a prompt
-below and above the window; a canvas sees no text of its own and none behind it; both losses reach
+below and above the window; a canvas sees no text of its own and none after it; both losses reach
 the weights that they should; and a run learns, resumes on the same steps, and exports a folder
 that decodes.
 """

@@ -131,7 +131,7 @@ def test_a_targets_head_in_8_bits_is_taken_for_what_it_stands_for(folder, target
 
 def test_anchors_fall_in_the_response_and_have_a_token_behind_them() -> None:
     prompt = jnp.array([3, 10, 5, 7], jnp.int32)
-    length = jnp.array([40, 12, 6, 20], jnp.int32)  # the third has no token behind its first
+    length = jnp.array([40, 12, 6, 20], jnp.int32)  # the third has no token after its first
     draw = jax.jit(draft_objective.draw_anchors, static_argnums=3)
     seen = [set() for _ in range(4)]
     for seed in range(40):
