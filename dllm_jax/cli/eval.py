@@ -1,6 +1,7 @@
 """`dllm-jax eval`: strategies on the same problems, as a table, as JSON and as a plot."""
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -16,6 +17,7 @@ from dllm_jax.cli.interrupt import ALL, Interrupt
 from dllm_jax.cli.problems import load_with_problems, problem_flags
 from dllm_jax.cli.stored import Stored
 from dllm_jax.cli.text import count
+from dllm_jax.engine.record import save_records
 
 DEFAULT_STRATEGIES = ("block_diffusion", "multi_bd")
 WITH_A_DRAFT = ("ar", "dflash")
@@ -58,6 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             OUTPUT,
             PLOT,
             flag("--plot-from FILE", "draw --plot of the JSON in FILE, and run nothing"),
+            flag(
+                "--record FILE",
+                "what was written to each text, in which forward and how likely, as .npz "
+                "(docs/logprobs.md; default: no file)",
+            ),
         ),
     )
 
@@ -81,6 +88,8 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     if args.output is not None:
         check_output(args.output)
     check_plot(args)
+    if args.record is not None:
+        check_output(args.record, "--record")
     if args.plot_from is not None:
         return _draw_stored(args)
     choices = strategies.load_several(args.strategy or usual, strategies.given_fields(args))
@@ -99,14 +108,17 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     }
     questions = {half: [one.question for one in of.problems] for half, of in sets.items()}
     stored = Stored(args.output, facts | {"questions": questions})
+    records: list[Any] = []
     facts["halves"] = {
-        half: _evaluate(args, model, settings, curves, half, problems, stored)
+        half: _evaluate(args, model, settings, curves, half, problems, stored, records)
         for half, problems in sets.items()
     }
     print(json.dumps(facts) if args.json else table(facts), flush=True)
     if args.output is not None:
         Path(args.output).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         stored.finish()
+    if args.record is not None:
+        save_records(records, args.record)
     if args.plot is not None:
         from dllm_jax.tasks.plot import draw
 
@@ -170,7 +182,9 @@ def _evaluate(
     half: str,
     of: Any,
     stored: Stored,
+    records: list[Any],
 ) -> dict[str, Any]:
+    """The figures of a half; records of its texts are added to `records`."""
     from tqdm import tqdm
 
     from dllm_jax.tasks import evaluate
@@ -180,6 +194,11 @@ def _evaluate(
     for label, (strategy, draft, _) in settings.items():
         for point in curves[label]:
             if (part := stored.get(half, point)) is not None:
+                if args.record is not None:
+                    raise UsageError(
+                        f"--record {args.record!r}: {point} ran before, and its records are lost; "
+                        f"remove {args.output}.partial"
+                    )
                 outcomes[point] = evaluate.outcome_from_json(part)
         points = {point: one for point, one in curves[label].items() if point not in outcomes}
         names = list(points)
@@ -198,6 +217,10 @@ def _evaluate(
                 file=sys.stderr,
             )
 
+        def recorded(i: int, number: int, record: Any, names: list[str] = names) -> None:
+            law = {**record.law, "half": half, "setting": names[i], "problem": number}
+            records.append(dataclasses.replace(record, law=law))
+
         with tqdm(total=total, desc=f"{half}, {label}", leave=False, disable=None) as bar:
             evaluate.sweep(
                 model,
@@ -211,6 +234,7 @@ def _evaluate(
                 prompts=of.prompts,
                 is_right=of.is_right,
                 finished=finished,
+                recorded=None if args.record is None else recorded,
             )
     outcomes = {point: outcomes[point] for points in curves.values() for point in points}
     base = next(iter(outcomes))

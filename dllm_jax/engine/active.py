@@ -8,7 +8,7 @@ from typing import Any
 from dllm_jax.engine.checks import Refused
 from dllm_jax.engine.detokenize import TextStream, special_stops
 from dllm_jax.engine.layout import HOLE, NO_LIMIT, EngineLayout, Placement
-from dllm_jax.engine.record import Record, Write, record_of
+from dllm_jax.engine.record import Record, Write, record_of_last
 from dllm_jax.engine.requests import (
     CompletionOutput,
     DraftMetrics,
@@ -252,28 +252,15 @@ def _record(active: ActiveRequest, sequence: Sequence) -> Record | None:
     if sequence.finish_reason is None:
         return None
     placement, layout = sequence.placement, active.layout
-    position, ids, writes = sequence.tail or (0, [], [])
-    first = placement.prompt_len
-    every = [
-        *zip(itertools.count(first), sequence.tokens, sequence.written, strict=False),
-        *zip(itertools.count(position), ids, writes, strict=False),
-    ]
-    every = [(at, token, one) for at, token, one in every if token is not None and one.step > -2]
-    columns = {
-        "position": [at for at, _, _ in every],
-        "step": [one.step for _, _, one in every],
-        "token": [token for _, token, _ in every],
-        "log_prob": [one.law for _, _, one in every],
-        "is_edit": [False] * len(every),
-    }
-    return record_of(
+    return record_of_last(
         sequence.prompt,
-        len(sequence.tokens),
+        sequence.tokens,
+        sequence.written,
+        sequence.tail,
         sequence.finish_reason,
         placement.limit,
         layout.block_size,
         layout.align,
-        columns,
         {**layout.law, **placement.sampling._asdict(), "knobs": dict(placement.knobs)},
     )
 

@@ -45,6 +45,14 @@ class Write(NamedTuple):
 NOTHING_WRITTEN = Write(math.nan, math.nan, {}, -2)  # a token that was given
 
 
+class Tail(NamedTuple):
+    """The cells after the output of a text: first position, ids (None for a hole), writes."""
+
+    first: int
+    ids: Sequence[int | None]
+    written: Sequence[Write]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Record:
     """The writes of one text, by (step, position).
@@ -136,6 +144,37 @@ def record_of(
         law={**law, "finish_reason": ends_with},
         kept=dict(kept or {}),
     )
+
+
+def record_of_last(
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    written: Sequence[Write],
+    tail: Tail | None,
+    ends_with: str | None,
+    limit: int,
+    block_size: int,
+    align: Align,
+    law: Mapping[str, Any],
+) -> Record:
+    """A record of the last writes to a text and to the cells after it; as `record_of`."""
+    positions = [*range(len(prompt), len(prompt) + len(tokens))]
+    ids: list[int | None] = [*tokens]
+    writes = [*written[: len(tokens)]]
+    if tail is not None:
+        positions += range(tail.first, tail.first + len(tail.ids))
+        ids += tail.ids
+        writes += tail.written
+    chosen = [i for i, one in enumerate(writes) if ids[i] is not None and one.step > -2]
+    columns = {
+        "position": np.array([positions[i] for i in chosen]),
+        "step": np.array([writes[i].step for i in chosen]),
+        "token": np.array([ids[i] for i in chosen]),
+        "log_prob": np.array([writes[i].law for i in chosen]),
+        "is_edit": np.zeros(len(chosen), bool),
+    }
+    sizes = limit, block_size, align
+    return record_of(prompt, len(tokens), ends_with, *sizes, columns, law)
 
 
 def align_of(is_grid: bool, in_window: bool, token_a_step: bool) -> Align:

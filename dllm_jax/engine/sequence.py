@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 from dllm_jax.engine.layout import Placement
-from dllm_jax.engine.record import Write
+from dllm_jax.engine.record import Tail, Write
 
 WAITING, PREFILL, DECODE, DONE = range(4)
 
@@ -27,7 +27,7 @@ class Sequence:
         start: Tokens in the cache at its last fetch; before the first, those prefill stores.
         tokens: Settled output as fetched.
         written: How these tokens were written, where the request reads that.
-        tail: At its end, what stands after the output (`runner.Fetched.behind_text`).
+        tail: At its end, what stands after the output.
         saved: The last fetch and its row there; None: it starts over.
         in_flight: Decode steps dispatched and not fetched.
         covered: Positions its pages hold.
@@ -61,7 +61,7 @@ class Sequence:
     start: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     written: list[Write] = dataclasses.field(default_factory=list)
-    tail: tuple[int, list[int | None], list[Write]] | None = None
+    tail: Tail | None = None
     saved: tuple[Any, int] | None = None
     in_flight: int = 0
     chain: Any = None

@@ -119,15 +119,19 @@ def make_layout(
         prompts_a_pass=max(1, most) if has_pieces and not on_cpu else 1,
         batch_invariant=config.batch_invariant,
         logprobs=_kept(config, strategy),
-        no_record="" if needs.fills_holes else _NO_RECORD.format(strategy.name),
+        no_record=no_record(strategy),
         law=law_of(model, strategy),
     )
 
 
-_NO_RECORD = (
-    "record=True: {} may write a cell more than once, and an engine keeps the last write; "
-    "leave record out, or use dj.record"
-)
+def no_record(strategy: Any) -> str:
+    """Why the last writes to a text are not all that a record has; empty: they are."""
+    if strategy.needs.fills_holes and strategy.holds_constraints:
+        return ""
+    return (
+        f"record: {strategy.name} may write a cell more than once, and only the last write is "
+        "kept here; leave it out, or use dj.record"
+    )
 
 
 def _kept(config: EngineConfig, strategy: Any) -> bool:

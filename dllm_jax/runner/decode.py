@@ -24,7 +24,6 @@ from dllm_jax.strategies.core.protocol import (
     SlotSpec,
     bind_knobs,
 )
-from dllm_jax.strategies.core.recording import NUM_COLUMNS
 from dllm_jax.strategies.core.state import (
     ACTIVE,
     DUMMY,
@@ -80,7 +79,6 @@ def new_state(
     num_pages: int,
     page_size: int,
     max_output: int,
-    num_kept: int = 0,
 ) -> DecodeState:
     """Requests in their slots, nothing prefilled yet."""
     spec = slot_spec(strategy, model, batch.prompt.shape[0])
@@ -89,7 +87,7 @@ def new_state(
     kept = boundary_size(strategy, model)
     buffer = driver.admit_window(strategy.needs, tail, batch.prompt_len, batch.limit, K, S)
     settings = {name: getattr(batch, name) for name in SETTINGS}
-    slots = new_slots(strategy, spec, kept, settings, buffer, max_output, num_kept)
+    slots = new_slots(strategy, spec, kept, settings, buffer, max_output)
     return slots.replace(
         rows=jnp.zeros((spec.num_slots, K * S, kept), spec.dtype),
         page_table=page_table,
@@ -104,7 +102,6 @@ def new_slots(
     settings: Mapping[str, Any],
     buffer: BlockBuffer,
     max_output: int,
-    num_kept: int = 0,
 ) -> DecodeState:
     """Everything of fresh requests but pools, pages and transient rows.
 
@@ -112,7 +109,6 @@ def new_slots(
         kept: Width of the boundary row (`boundary_size`).
         settings: `SETTINGS` by name.
         buffer: Their windows.
-        num_kept: Positions whose log-probabilities are kept (`DecodeState.written`).
     """
     B = spec.num_slots
     return DecodeState(
@@ -126,7 +122,6 @@ def new_slots(
         pools=None,
         output=jnp.zeros((B, max_output), jnp.int32),
         output_len=jnp.zeros((B,), jnp.int32),
-        written=jnp.full((B, num_kept, NUM_COLUMNS), jnp.nan) if num_kept else None,
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from dllm_jax.engine.layout import GREEDY, DeviceFailure, Placement
-from dllm_jax.engine.record import NOTHING_WRITTEN, Write
+from dllm_jax.engine.record import NOTHING_WRITTEN, Tail, Write
 from dllm_jax.engine.requests import DraftMetrics
 from dllm_jax.engine.rules import STOP_WIDTH
 from dllm_jax.strategies.core.recording import LAW, RAW, STEP, TOP, TOP_IDS
@@ -298,31 +298,12 @@ class Fetched:
 
     def written(self, row: int, first: int, count: int) -> list[Write]:
         """What was last written to `count` positions from `first` on."""
-        held = self._runner.unpack(self._slot(row))["written"]
-        rows = held[(first + np.arange(count)) % len(held)].tolist()
-        return [
-            Write(
-                row[LAW],
-                row[RAW],
-                dict(zip(map(int, row[TOP_IDS]), row[TOP], strict=True)),
-                int(row[STEP]),
-            )
-            if row[STEP] == row[STEP]
-            else NOTHING_WRITTEN
-            for row in rows
-        ]
+        return writes_at(self._runner.unpack(self._slot(row))["written"], first, count)
 
-    def behind_text(self, row: int, length: int) -> tuple[int, list[int | None], list[Write]]:
-        """First position, ids and writes of the cells after the first `length` output tokens.
-
-        An id is None for a hole.
-        """
-        buffer = self._runner.unpack(self._slot(row))["buffer"]
-        start = int(buffer.start)
-        first = max(int(buffer.prompt_len) + length, start)
-        cells = zip(buffer.tokens.ravel().tolist(), buffer.filled.ravel().tolist(), strict=True)
-        ids = [token if filled else None for token, filled in cells][first - start :]
-        return first, ids, self.written(row, first, len(ids))
+    def behind_text(self, row: int, length: int) -> Tail:
+        """What stands after the first `length` output tokens."""
+        slot = self._runner.unpack(self._slot(row))
+        return tail_of(slot["buffer"], slot["written"], length)
 
     def behind(self, row: int) -> int:
         """The cell after the emitted tokens of a row whose last fetch is this one."""
@@ -333,6 +314,35 @@ class Fetched:
     def drafted(self, row: int) -> DraftMetrics | None:
         """Draft counts of a request so far; None for a strategy without drafts."""
         return self._runner.drafted(self._slot(row))
+
+
+def writes_at(held: np.ndarray, first: int, count: int) -> list[Write]:
+    """What was last written to `count` positions from `first` on.
+
+    Args:
+        held: `DecodeState.written` of a slot [N F].
+    """
+    rows = held[(first + np.arange(count)) % len(held)].tolist()
+    return [
+        Write(
+            law=row[LAW],
+            raw=row[RAW],
+            top=dict(zip(map(int, row[TOP_IDS]), row[TOP], strict=True)),
+            step=int(row[STEP]),
+        )
+        if row[STEP] == row[STEP]  # else NaN
+        else NOTHING_WRITTEN
+        for row in rows
+    ]
+
+
+def tail_of(buffer: Any, held: np.ndarray, length: int) -> Tail:
+    """What stands in the window [K S] after the first `length` output tokens."""
+    start = int(buffer.start)
+    first = max(int(buffer.prompt_len) + length, start)
+    cells = zip(buffer.tokens.ravel().tolist(), buffer.filled.ravel().tolist(), strict=True)
+    ids = [token if filled else None for token, filled in cells][first - start :]
+    return Tail(first, ids, writes_at(held, first, len(ids)))
 
 
 def provisional(slot: Mapping[str, Any], length: int) -> tuple[int | None, ...]:

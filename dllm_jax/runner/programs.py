@@ -27,6 +27,7 @@ from dllm_jax.runner.forward import ModelForward
 from dllm_jax.runner.grammars import Sizes
 from dllm_jax.strategies.core import driver
 from dllm_jax.strategies.core.protocol import SlotSpec, Strategy
+from dllm_jax.strategies.core.recording import nothing_written
 from dllm_jax.strategies.core.state import EMPTY, ERROR, RUNNING, DecodeState, Limits, Sampling
 
 
@@ -188,8 +189,9 @@ def _fresh(
         given=_given(programs, ints),
     )
     request = _request(programs, ints, floats, knobs)
-    sizes = programs.max_output, programs.num_kept
-    return decoding.new_slots(programs.strategy, spec, programs.kept, request, buffer, *sizes)
+    most = programs.max_output
+    slot = decoding.new_slots(programs.strategy, spec, programs.kept, request, buffer, most)
+    return slot.replace(written=nothing_written(1, programs.num_kept))
 
 
 def new_state(

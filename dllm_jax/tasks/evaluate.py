@@ -18,16 +18,20 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from dllm_jax.api import generate
+from dllm_jax.engine.record import Record, align_of, record_of_last
 from dllm_jax.engine.requests import DraftMetrics
 from dllm_jax.loading import chat
 from dllm_jax.loading.model import Model
 from dllm_jax.loading.tokenizer import encode as encode_text
 from dllm_jax.runner import decode
+from dllm_jax.runner.buckets import law_of, no_record
 from dllm_jax.runner.forward import ModelForward
+from dllm_jax.runner.packing import tail_of, writes_at
 from dllm_jax.strategies import BlockDiffusion
 from dllm_jax.strategies.core import driver
 from dllm_jax.strategies.core.protocol import Strategy
-from dllm_jax.strategies.core.state import DUMMY, FINISH_REASONS, DecodeState
+from dllm_jax.strategies.core.recording import nothing_written
+from dllm_jax.strategies.core.state import DUMMY, FINISH_REASONS, DecodeState, slot_part
 from dllm_jax.strategies.dflash import drafting
 from dllm_jax.tasks.problems import Problem, is_correct, problem
 
@@ -113,6 +117,7 @@ def sweep(
     longest: int = 0,
     progress: Callable[[int], object] = lambda done: None,
     finished: Callable[[int, Outcome], object] = lambda number, outcome: None,
+    recorded: Callable[[int, int, Record], object] | None = None,
 ) -> list[Outcome]:
     """Solve the same problems under several settings of a strategy's knobs, as one program.
 
@@ -132,7 +137,13 @@ def sweep(
             set take the same program.
         progress: Called with the number of rows done, after each batch.
         finished: Called with the number of a setting and its outcome, as soon as its rows are done.
+        recorded: Called with the numbers of a setting and of a problem, and the record of the text.
+
+    Raises:
+        ValueError: Records of a strategy that has none here (`buckets.no_record`).
     """
+    if recorded is not None and (reason := no_record(strategy)):
+        raise ValueError(reason)
     ids = encode(model, problems) if prompts is None else prompts
     lengths = np.array([len(row) for row in ids])
     padded = np.zeros((len(ids), max(longest, *lengths)), np.int32)
@@ -161,13 +172,19 @@ def sweep(
             prompt_len=jnp.asarray(lengths[rows % len(ids)]),
             draft=draft,
         )
+        keeps = 0 if recorded is None else padded.shape[1] + max_tokens
         if first == 0 and is_timed:
-            _finish(model, session(max_nfe=1))
+            _finish(model, _keeping(session(max_nfe=1), keeps))
         began = time.perf_counter()
-        part = _finish(model, session())
+        part, state = _finish(model, _keeping(session(), keeps))
         count = min(batch_size, total - first)
         spent = np.full(count, (time.perf_counter() - began) / count)
         parts.append([*(leaf[:count] for leaf in part), spent])
+        for b in range(count if recorded is not None else 0):
+            setting, number = divmod(first + b, len(ids))
+            own = strategy.replace(**settings[setting])
+            law = {**law_of(model, own), "temperature": temperature, "top_k": 0, "top_p": 1.0}
+            recorded(setting, number, _record(own, state, b, ids[number], law))
         progress(first + count)
         while (begin := len(outcomes) * len(ids)) + len(ids) <= first + count and begin < total:
             rows = slice(begin, begin + len(ids))
@@ -183,13 +200,45 @@ def block_of(strategy: Any) -> int | None:
     return None if strategy.needs.prompt.is_token_causal else strategy.block_size
 
 
+def _keeping(session: generate.Session, num_tokens: int) -> generate.Session:
+    """A session that keeps the log-probabilities of all its positions; of 0 tokens, as it is."""
+    num_slots, num_blocks, size = session.state.buffer.tokens.shape
+    num_positions = num_tokens and num_tokens + num_blocks * size
+    written = nothing_written(num_slots, num_positions)
+    return session.replace(state=session.state.replace(written=written))
+
+
+def _record(
+    strategy: Any, state: DecodeState, b: int, prompt: Sequence[int], law: Mapping[str, Any]
+) -> Record:
+    """The record of row `b` of a final state on the host."""
+    needs, length = strategy.needs, int(state.output_len[b])
+    buffer, held = jax.tree.map(lambda leaf: leaf[b], (state.buffer, state.written))
+    return record_of_last(
+        prompt,
+        state.output[b, :length].tolist(),
+        writes_at(held, len(prompt), length),
+        tail_of(buffer, held, length),
+        FINISH_REASONS[int(state.finish[b])],
+        int(buffer.limit),
+        strategy.block_size,
+        align_of(needs.prompt.is_grid, needs.prompt.in_window, needs.token_a_step),
+        law,
+    )
+
+
 def _finish(model: Model, session: generate.Session) -> Any:
-    """Output, its length, forwards, those with an open block, finish and drafts of each row."""
+    """Output, its length, forwards, those with an open block, finish and drafts of each row.
+
+    Beside them what a record is made of, where the state keeps it.
+    """
     state, denoise = _run(model, session.strategy, session.aux, session.state)
     nfe, nothing = state.buffer.nfe, jnp.zeros((len(state.finish), 0), jnp.int32)
     names = (drafting.ROUNDS, drafting.PROPOSED, drafting.ACCEPTED)
     drafts = [state.carry.slot.get(name, nothing) for name in names]
-    return jax.device_get((state.output, state.output_len, nfe, denoise, state.finish, *drafts))
+    part = state.output, state.output_len, nfe, denoise, state.finish, *drafts
+    kept = None if state.written is None else slot_part(state).replace(carry=None, keys=None)
+    return jax.device_get((part, kept))
 
 
 def _outcome(

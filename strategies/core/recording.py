@@ -135,6 +135,11 @@ def written(
     return changed, jnp.concatenate([rows, step[..., None].astype(jnp.float32)], axis=-1)
 
 
+def nothing_written(num_slots: int, num_positions: int) -> Float[Array, "B N F"] | None:
+    """`DecodeState.written` of fresh requests; None where no position is kept."""
+    return jnp.full((num_slots, num_positions, NUM_COLUMNS), jnp.nan) if num_positions else None
+
+
 def noted(
     strategy: Any, recorder: Recorder, state: DecodeState, stepped: DecodeState
 ) -> DecodeState:
@@ -148,7 +153,7 @@ def noted(
     if not recorder.answers:
         raise ValueError(
             f"logprobs: {strategy.name} takes its tokens from no predict(...) outside of lax.cond, "
-            "so nothing says how likely they were; leave logprobs out"
+            "so nothing says how likely they were; leave it out, or fix what is chosen (width=)"
         )
     changed, rows = written(strategy, recorder, state, stepped)
     B, N = held.shape[:2]

@@ -81,9 +81,9 @@ def test_a_batch_has_no_more_rows_than_problems(solved, monkeypatch, size, rows)
     seen, finish = [], evaluate._finish
 
     def watched(model, session):
-        part = finish(model, session)
+        part, state = finish(model, session)
         seen.append((len(part[0]), int(part[2].max())))
-        return part
+        return part, state
 
     monkeypatch.setattr(evaluate, "_finish", watched)
     strategy = dj.strategies.BlockDiffusion(block_size=8)
@@ -197,12 +197,20 @@ def test_command_prints_the_table_and_writes_the_object(
     solved, random_folder, capsys, monkeypatch, tmp_path
 ):
     monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
-    _, _, _, outcome = solved
+    model, problems, _, outcome = solved
     argv = ["eval", "--model", str(random_folder), "--half", "plain", "--problems", str(COUNT)]
     argv += ["--seed", "3", "--batch-size", "2", "--no-one-token", "--max-tokens", "20"]
-    argv += ["--output", str(tmp_path / "r")]
+    argv += ["--output", str(tmp_path / "r"), "--record", str(tmp_path / "texts")]
     argv += ["--strategy", "block_diffusion", "--strategy", "multi_bd,buffer_size=3"]
     assert main(argv) == 0
+    records = dj.load_records(tmp_path / "texts")
+    assert [one.law["problem"] for one in records] == 2 * [*range(COUNT)]
+    strategy = dj.strategies.MultiBD(block_size=8, buffer_size=3)
+    prompts = evaluate.encode(model, problems)
+    alone = dj.record(model, prompts[:1], strategy, max_tokens=20)[0].record
+    for name in ("prompt_ids", "position", "step", "token"):
+        np.testing.assert_array_equal(getattr(records[COUNT], name), getattr(alone, name))
+    np.testing.assert_allclose(records[COUNT].log_prob, alone.log_prob, atol=1e-4)
     facts = json.loads((tmp_path / "r").read_text())
     results = facts["halves"]["plain"]["results"]
     assert list(results) == ["block_diffusion", "multi_bd,buffer_size=3"]
