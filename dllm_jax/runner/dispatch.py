@@ -14,11 +14,10 @@ import jax
 import numpy as np
 
 from dllm_jax.engine.layout import EngineLayout, PassKind, Placement
-from dllm_jax.runner import grammars, packing, programs
+from dllm_jax.runner import grammars, packing, programs, xla_options
 from dllm_jax.runner.programs import Call, Programs
 
 ADMIT_ROWS = 8  # requests that one program puts into their slots
-WIDE = 256  # cells of a block from which on a step of one slot has many rows
 
 _Admission = tuple[int, Placement, bool]  # slot, request, and whether it decodes at once
 
@@ -221,7 +220,7 @@ class Dispatch:
         self.passes[size, columns, kind, len(pieces)] += 1
         given, static = self._with_fresh(words)
         static |= {"size": size, "kind": kind}
-        options = programs.MANY_ROWS | (programs.NOTHING_RECORDED if self._is_wide else {})
+        options = xla_options.of_prefill(self.layout)
         key = ("prefill", *words.shape, size, kind)
         call = Call(key, programs.prefill, self.programs, (given,), static, options=options)
         done = self.run(call, [piece.slot for piece in pieces])
@@ -293,30 +292,12 @@ class Dispatch:
             key, args = ("decode with grammars", *pages.shape, sizes), (given, which)
         else:
             key, args = ("decode seen" if self.is_profiled else "decode", *pages.shape), (given,)
-        options = self._options(len(rows), sizes is not None)
+        is_split = self.programs.model.split is not None
+        how = sizes is not None, is_split, self.is_profiled
+        options = xla_options.of_decode(self.layout, len(rows), *how)
         made_from = self._with_costs(len(rows))
         call = Call(key, programs.decode, made_from, args, static, sizes, options)
         return Chunk(self.run(call, active))
-
-    def _options(self, count: int, is_bound: bool) -> dict[str, Any]:
-        """Options of XLA for a decode program of `count` slots."""
-        many = self.layout.many_rows
-        if many is None:
-            return {}
-        if count >= many:
-            return programs.MANY_ROWS | programs.NOTHING_RECORDED
-        options = programs.MANY_ROWS if self._is_wide else {}
-        # A profile holds no launch of a recorded loop. With several slots, grammars or devices a
-        # recorded loop is not faster, or XLA does not record it.
-        is_one = count == 1 and not is_bound and self.programs.model.split is None
-        if (self._is_wide or is_one) and not (self.is_profiled and not is_bound):
-            options = options | programs.RECORDED_LOOP
-        return options
-
-    @property
-    def _is_wide(self) -> bool:
-        """Whether a step of one slot has many rows, and runs on an accelerator."""
-        return self.layout.many_rows is not None and self.layout.block_size >= WIDE
 
     def _with_costs(self, num_slots: int) -> Programs:
         """The programs, with the costs of the strategy's choices for this number of slots.

@@ -4,6 +4,7 @@ All grammars of a bucket have one shape, so that another one compiles nothing.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -315,3 +316,16 @@ def grown(now: Constraint, to: Sizes) -> Constraint:
 def stacked(rows: list[Grammar]) -> Grammar:
     """Grammars of slots, one a row."""
     return jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *rows)
+
+
+@functools.partial(jax.jit, donate_argnames=("now",))
+def bind(now, slot, grammar, at):
+    """A slot's grammar, and the automaton's state at its window."""
+    put = jax.tree.map(lambda leaf, row: leaf.at[slot].set(row), now.grammar, grammar)
+    return now.replace(grammar=put, at=now.at.at[slot].set(at))
+
+
+@functools.partial(jax.jit, donate_argnames=("now",))
+def move(now, slot, at):
+    """The automaton's state at a slot's window."""
+    return now.replace(at=now.at.at[slot].set(at))

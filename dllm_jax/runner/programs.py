@@ -458,37 +458,3 @@ def _with_grammars(programs, bucket, grammars, rows, bound):
 
 
 decode = _program(_decode, *_ROWS)
-
-
-@functools.partial(jax.jit, donate_argnames=("grammars",))
-def bind(grammars, slot, grammar, at):
-    """A slot's grammar, and the automaton's state at its window."""
-    put = jax.tree.map(lambda leaf, row: leaf.at[slot].set(row), grammars.grammar, grammar)
-    return grammars.replace(grammar=put, at=grammars.at.at[slot].set(at))
-
-
-@functools.partial(jax.jit, donate_argnames=("grammars",))
-def move(grammars, slot, at):
-    """The automaton's state at a slot's window."""
-    return grammars.replace(at=grammars.at.at[slot].set(at))
-
-
-# --- options of the compiler --------------------------------------------------------------------
-
-# For products of many rows XLA's autotuner sometimes takes its own Triton kernels, by times that
-# other work on the host disturbs: 8 slots of SDAR-1.7B took 6.5 to 7.2 ms a step by what it
-# chose (benchmarks/notes/many_row_products.md; prefill of fewer than 1,024 rows: not timed).
-MANY_ROWS = {"xla_gpu_enable_triton_gemm": False}
-# One command buffer, loop and all. By XLA's default the host looks after each step whether there is
-# another, and then hands the launches over: 20 us, and with the 700 of a canvas 0.2 to 1.4 ms, in
-# which nothing runs, and 13 ms before the first pass that stores. XLA silently does not record a
-# loop that contains a CUB sort or a slice.
-_RECORDED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION"
-RECORDED_LOOP = {
-    "xla_gpu_enable_command_buffer": f"{_RECORDED},CONDITIONAL,WHILE",
-    "xla_gpu_graph_min_graph_size": 1,
-}
-# XLA records a step's launches in command buffers and updates them at each call of a program, in 2
-# to 4 ms. Steps of few slots gain more (17 % each on an H200); steps of many slots do not, nor does
-# a prompt of a canvas model: launching takes a fraction of its 14 to 25 ms.
-NOTHING_RECORDED = {"xla_gpu_enable_command_buffer": "", "xla_gpu_graph_min_graph_size": 10**6}

@@ -205,11 +205,11 @@ class DeviceState:
         if self._split is not None:
             now = self._split.everywhere(now)
         own = jax.tree.unflatten(jax.tree.structure(now.grammar), row)
-        self._grammars = programs.bind(now, np.int32(slot), own, np.int32(at))
+        self._grammars = grammars.bind(now, np.int32(slot), own, np.int32(at))
 
     def move(self, slot: int, at: int) -> None:
         """Set the state of a slot's automaton."""
-        self._grammars = programs.move(self._grammars, np.int32(slot), np.int32(at))
+        self._grammars = grammars.move(self._grammars, np.int32(slot), np.int32(at))
 
     def read_labels(self, *arrays: np.ndarray) -> jax.Array:
         """`labels.forward` of the model; where it `is_shared`, as any other program."""

@@ -16,8 +16,7 @@ import pytest
 
 from dllm_jax.compile import warmup
 from dllm_jax.engine.engine import PROGRAMS_WAIT_S, Engine
-from dllm_jax.runner import grammars
-from dllm_jax.runner.dispatch import Dispatch
+from dllm_jax.runner import grammars, xla_options
 from tests.compile.test_warm_up import ROOT
 from tests.contract.engine import case, ends, make_device, wanted, wish
 from tests.structured.test_constrained_engine import MASK, STOP, TOYS, VOCAB, _bound, random_toy
@@ -49,7 +48,7 @@ def warm():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grammars, "USUAL", grammars.BUCKETS[0])  # so that a larger one is left
         quick = {"xla_backend_optimization_level": 0}  # compiled in half the time
-        patch.setattr(Dispatch, "_options", lambda *_: quick)
+        patch.setattr(xla_options, "of_decode", lambda *_: quick)
         warmup.warm_up(made, with_constraints=True)
     return made
 

@@ -20,7 +20,7 @@ from dllm_jax.engine import engine, rounds
 from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import NO_LIMIT, EngineConfig
 from dllm_jax.engine.requests import Request, SamplingParams
-from dllm_jax.runner import buckets, dispatch, programs
+from dllm_jax.runner import buckets, programs, xla_options
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies import MultiBD
 from dllm_jax.strategies.core import state
@@ -68,7 +68,11 @@ def texts(many_rows: int | None) -> tuple[dict[str, tuple], dict[tuple[str, ...]
     return ended, {name: options for name, options in ran.items() if len(name) == 2}
 
 
-MANY, LOOP, NOTHING = programs.MANY_ROWS, programs.RECORDED_LOOP, programs.NOTHING_RECORDED
+MANY, LOOP, NOTHING = (
+    xla_options.MANY_ROWS,
+    xla_options.RECORDED_LOOP,
+    xla_options.NOTHING_RECORDED,
+)
 
 
 @pytest.mark.slow
@@ -77,7 +81,7 @@ def test_many_slots_and_wide_blocks_have_the_tokens_of_few(is_wide, monkeypatch)
     one, several, prompt = ("decode", "1"), ("decode", "3"), ("prefill", "1")
     usual, ran = texts(None)
     assert ran == {one: {}, several: {}, prompt: MANY}
-    monkeypatch.setattr(dispatch, "WIDE", STRATEGY.block_size + (not is_wide))
+    monkeypatch.setattr(xla_options, "WIDE", STRATEGY.block_size + (not is_wide))
     other, ran = texts(3)
     assert other == usual
     wanted = {one: LOOP, several: MANY | NOTHING, prompt: MANY}
@@ -87,18 +91,21 @@ def test_many_slots_and_wide_blocks_have_the_tokens_of_few(is_wide, monkeypatch)
 
 def test_options_of_the_compiler(monkeypatch) -> None:
     """Many rows are left to libraries, and a recorded loop is of one slot without grammars."""
-    device = make_runner(many_rows=8)
-    options = device._options
+    layout, is_profiled = make_runner(many_rows=8).layout, False
+
+    def options(count, is_bound):
+        return xla_options.of_decode(layout, count, is_bound, False, is_profiled)
+
     assert MANY == {"xla_gpu_enable_triton_gemm": False}
     assert "CONDITIONAL,WHILE" in LOOP["xla_gpu_enable_command_buffer"]
     assert [options(count, False) for count in (1, 4, 8)] == [LOOP, {}, MANY | NOTHING]
     assert [options(count, True) for count in (1, 4, 8)] == [{}, {}, MANY | NOTHING]
-    device.is_profiled = True  # a profile holds no launch of a recorded loop
+    is_profiled = True  # a profile holds no launch of a recorded loop
     assert options(1, False) == {}
-    monkeypatch.setattr(dispatch, "WIDE", STRATEGY.block_size)
+    monkeypatch.setattr(xla_options, "WIDE", STRATEGY.block_size)
     assert options(1, False) == MANY
     assert options(1, True) == MANY | LOOP
-    device.is_profiled = False
+    is_profiled = False
     assert [options(count, False) for count in (1, 4, 8)] == [MANY | LOOP] * 2 + [MANY | NOTHING]
 
 
