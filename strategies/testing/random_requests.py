@@ -110,17 +110,19 @@ def draw(
         _int32(rng.integers(0, VOCAB, (B, X))),  # mask ids among them
         _int32(prompt_len),
         _int32(limit),
-        Sampling(temperature, _int32(np.zeros(B)), _float32(np.ones(B))),
-        Limits(
-            _int32(stops),
-            never,
-            never,
-            None if given is None or strategy.needs.starts_filled else given >= 0,
-            strategy.needs.pins,
-        ),
         given,
-        _draw_knobs(rng, strategy, B, knobs),
-        jax.random.split(jax.random.key(int(rng.integers(1 << 30))), B),
+        {
+            "sampling": Sampling(temperature, _int32(np.zeros(B)), _float32(np.ones(B))),
+            "limits": Limits(
+                _int32(stops),
+                never,
+                never,
+                None if given is None or strategy.needs.starts_filled else given >= 0,
+                strategy.needs.pins,
+            ),
+            "knobs": _draw_knobs(rng, strategy, B, knobs),
+            "keys": jax.random.split(jax.random.key(int(rng.integers(1 << 30))), B),
+        },
         world,
     )
     state = jax.device_get(state.replace(keys=None)).replace(keys=state.keys)
@@ -145,11 +147,8 @@ def _admit(
     prompt: Int[Array, "B X"],
     prompt_len: Int[Array, " B"],
     limit: Int[Array, " B"],
-    sampling: Sampling,
-    limits: Limits,
     given: Int[Array, "B W"] | None,
-    knobs: dict[str, Array],
-    keys: Any,
+    settings: dict[str, Any],
     world: World,
 ) -> DecodeState:
     """Fresh requests, their prompts taken in."""
@@ -160,13 +159,10 @@ def _admit(
     before = jnp.arange(X)[None] < buffer.start[:, None]
     carry = strategy.init(slot_spec(strategy, B))
     state = DecodeState(
+        **settings,
         buffer=buffer,
-        sampling=sampling,
-        limits=limits,
         finish=jnp.full((B,), RUNNING, jnp.int32),
         carry=driver.broadcast_carry(carry, B, K, S),
-        knobs=knobs,
-        keys=keys,
         boundary=jnp.zeros((B, 0)),
         rows=jnp.zeros((B, K * S, 0)),
         page_table=jnp.full((B, 1), -1, jnp.int32),
