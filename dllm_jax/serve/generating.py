@@ -175,18 +175,7 @@ async def _generate(
 ) -> Any:
     """Queue the prompts; the answer once they are accepted."""
     is_chat = isinstance(body, wire.Chat)
-    num_prompt_tokens = 0
-    for i, prompt in enumerate(prompts):
-        num_prompt_tokens += len(prompt.ids)
-        if len(prompt.ids) >= facts.max_model_len:
-            param = "messages" if is_chat else "prompt"
-            param = f"prompt[{i}]" if len(prompts) > 1 else param
-            raise Refusal(
-                f"{param} has {len(prompt.ids)} tokens; the context takes "
-                f"{facts.max_model_len}, prompt and text together: shorten it",
-                param=param,
-                code="context_length_exceeded",
-            )
+    num_prompt_tokens = _num_tokens(prompts, facts, "messages" if is_chat else "prompt")
     denoise = body.stream_mode == "denoise"
     for name, is_given in (("stream_mode", denoise), ("stream_options", body.stream_options)):
         if is_given and not body.stream:
@@ -253,6 +242,20 @@ async def _generate(
     finally:
         _ended(service, box, call)
     return Json(answer)
+
+
+def _num_tokens(prompts: list[Prompt], facts: Facts, name: str) -> int:
+    """Tokens of prompts, each of which must leave room for a text."""
+    for i, prompt in enumerate(prompts):
+        if len(prompt.ids) >= facts.max_model_len:
+            param = f"prompt[{i}]" if len(prompts) > 1 else name
+            raise Refusal(
+                f"{param} has {len(prompt.ids)} tokens; the context takes "
+                f"{facts.max_model_len}, prompt and text together: shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
+    return sum(len(prompt.ids) for prompt in prompts)
 
 
 def _turns(body: wire.Chat, tools: Tools, texts: Texts, given: Any) -> ChatForm:

@@ -249,27 +249,32 @@ def record(
             steps[b].append(
                 _from_device(jax.tree.map(lambda leaf, b=b: leaf[b], part), keep, places)
             )
-    sampled = jax.device_get(state.sampling)
-    output = np.asarray(state.output)
-    found = []
-    for b, ids in enumerate(rows):
-        length, finish = int(state.output_len[b]), int(state.finish[b])
-        sampling = {k: v[b].item() for k, v in vars(sampled).items()}
-        found.append(
-            Trajectory(
-                prompt=list(map(int, ids)),
-                tokens=output[b, :length].tolist(),
-                limit=int(state.buffer.limit[b]),
-                finish_reason=FINISH_REASONS[finish] or "",
-                model=model.source,
-                strategy=chosen.name,
-                settings=plain_settings(chosen),
-                steps=steps[b],
-                error=_error(chosen, finish, int(state.buffer.start[b])),
-                law={**law_of(model, chosen), **sampling, "align": _align(chosen)},
-            )
-        )
+    state = jax.device_get(state.replace(keys=None, pools=None, carry=None))
+    found = [
+        _trajectory(model, chosen, state, b, list(map(int, ids)), steps[b])
+        for b, ids in enumerate(rows)
+    ]
     return found if is_many else found[0]
+
+
+def _trajectory(
+    model: Model, strategy: Any, state: Any, b: int, prompt: list[int], steps: list[Step]
+) -> Trajectory:
+    """The trajectory of row `b` of a state that is decoded."""
+    length, finish = int(state.output_len[b]), int(state.finish[b])
+    sampling = {name: leaf[b].item() for name, leaf in vars(state.sampling).items()}
+    return Trajectory(
+        prompt=prompt,
+        tokens=np.asarray(state.output[b, :length]).tolist(),
+        limit=int(state.buffer.limit[b]),
+        finish_reason=FINISH_REASONS[finish] or "",
+        model=model.source,
+        strategy=strategy.name,
+        settings=plain_settings(strategy),
+        steps=steps,
+        error=_error(strategy, finish, int(state.buffer.start[b])),
+        law={**law_of(model, strategy), **sampling, "align": _align(strategy)},
+    )
 
 
 KEPT = ("token", "confidence", "entropy", "log_prob", "top")
