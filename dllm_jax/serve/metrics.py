@@ -200,9 +200,8 @@ class Metrics:
     def relaxed(self, notes: Iterable[str]) -> None:
         """What a constraint's notes say of tools: the keyword of each, or "other"."""
         for note in notes:
-            place = re.findall(r"\w+", note.partition(": ")[0])
-            words = [word for word in place if word in READ]
-            self.count("dllm_tool_relaxed_total", keyword=words[-1] if words else "other")
+            word, *_ = re.split(r"\W", note.partition(": ")[0].rpartition(".")[2])
+            self.count("dllm_tool_relaxed_total", keyword=word if word in READ else "other")
 
     def describe(self, facts: Facts) -> None:
         """What the engine said when it was ready."""

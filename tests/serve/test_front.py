@@ -625,3 +625,19 @@ def test_the_dashboard_reads_metrics_that_exist():
     known = (ours - set(BUCKETS)) | {f"{name}_bucket" for name in BUCKETS}
     assert known - asked == {"dllm_build_info"}
     assert asked <= known
+
+
+def test_metrics_of_tools():
+    one = Metrics("m", "0")
+    path = "tools[0].function.parameters.properties.note"
+    one.relaxed([f"{path}.maxLength 200: at most 64 are written", f"{path}.format 'x'"])
+    one.relaxed([f"{path}: held to a part of it"])
+    for keyword in ("maxLength", "format", "other"):
+        assert one.counted("dllm_tool_relaxed_total", keyword=keyword) == 1
+    one.turns("/v1/messages", 2, 1, 5)
+    assert one.counted("dllm_tool_calls_total", route="/v1/messages", end="cut") == 1
+    assert one.counted("dllm_reasoning_tokens_total") == 5
+    one.update(Counts(compiled=[("key ann", 0.2, 30), ("key ann", 9.0, 0)]))
+    lines = one.text("ready").splitlines()
+    assert 'dllm_grammar_compile_seconds_count{model="m"} 2' in lines
+    assert 'dllm_grammar_states_count{model="m"} 1' in lines
