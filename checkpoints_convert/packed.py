@@ -313,7 +313,7 @@ def _fp8(said: Mapping[str, Any]) -> Scheme:
     size = said.get("weight_block_size")
     return Scheme(
         name="fp8" if size is None else "fp8, blockwise",
-        **_FLOAT | {"scale": "weight_scale_inv"},
+        **{**_FLOAT, "scale": "weight_scale_inv"},
         block=None if size is None else _block(size),
         ignored=_names(said.get("modules_to_not_convert")),
     )
@@ -326,8 +326,13 @@ def _modelopt(said: Mapping[str, Any], ignored: Any) -> Scheme:
         return Scheme(name=name, **_FLOAT, ignored=_names(ignored))
     if method == "NVFP4":
         _group(said.get("group_size", _FP4_GROUP), lambda n: n == _FP4_GROUP)
-        of = {"values": "weight", "whole": "weight_scale_2", "ignored": _names(ignored)}
-        return Scheme(name=name, **_FP4, **of)
+        return Scheme(
+            name=name,
+            **_FP4,
+            values="weight",
+            whole="weight_scale_2",
+            ignored=_names(ignored),
+        )
     raise ValueError(_refusal(f"ModelOpt quant_algo={method!r}", "use FP8 or NVFP4"))
 
 

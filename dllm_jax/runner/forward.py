@@ -397,6 +397,7 @@ class WindowOutput(struct.PyTreeNode, ForwardOutput):
     def read(self, ask: Readout) -> TokenStats:
         """Statistics aligned with the cells; see `predict` of the protocol."""
         own, cells = self._asked(ask)
+        assert own.where is not None
         reader, rows = self.forward.reader(own.allow), cells.rows(self._aligned())
         if self.seen is None:
             stats = cells.scatter(read_rows(reader, rows, of_rows(own, cells)))

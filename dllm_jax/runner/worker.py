@@ -95,9 +95,9 @@ def _end_workers() -> None:
 
 def _is_ready(result: Any) -> bool:
     """Whether what a program returned has been computed."""
-    array: Any  # the stubs of JAX lack `is_ready`
-    for array in jax.tree.leaves(result):
-        if isinstance(array, jax.Array) and not (array.is_deleted() or array.is_ready()):
+    for leaf in jax.tree.leaves(result):
+        array: Any = leaf  # the stubs of JAX lack `is_ready`
+        if isinstance(leaf, jax.Array) and not (array.is_deleted() or array.is_ready()):
             return False
     return True
 

@@ -131,7 +131,7 @@ class Trajectory:
 
     def to_json(self) -> str:
         """One JSON object; NaN is null. `from_json` reads it."""
-        fields = dataclasses.asdict(self) | {"nfe": self.nfe, "version": VERSION}
+        fields: dict[str, Any] = dataclasses.asdict(self) | {"nfe": self.nfe, "version": VERSION}
         for step in fields["steps"]:
             del step["kept"]
         return json.dumps(_plain(fields), allow_nan=False, ensure_ascii=False)

@@ -220,7 +220,7 @@ class ForwardOutput(Protocol):
         logits, and their log-probabilities under these. Grammars do not count. Scripts and random
         models have none.
         """
-        ...
+        raise ValueError("this model has no log-probabilities; run a network")
 
     def soft(self, temperature: float | Float[Array, "B 1 1"] = 1.0) -> Float[Array, "B K S D"]:
         """Expected embedding of each cell at a temperature, aligned."""
