@@ -89,7 +89,7 @@ class Turns:
         if form.is_text:
             said = tool_forms.as_text(said, shown, form.name or "")
         elif shown:
-            fields["tools"] = shown
+            fields["tools"] = tool_forms.shown(shown, form)
         request = request_of(self._llm.model, said, params, fields)
         inside = tool_forms.is_inside(request.prompt or "", form)
         held = Tools(

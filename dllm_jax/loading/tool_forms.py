@@ -116,6 +116,63 @@ def end_ids(form: str, tokenizer: Any) -> list[int]:
     return [known[name] for name in FORMS[form].ends if name in known]
 
 
+def shown(tools: Sequence[Any], form: ToolForm) -> list[Any]:
+    """The tools as the template reads them: Gemma's knows one type a value, and no reference.
+
+    Raises:
+        ValueError: A schema is too deep.
+    """
+    if form.name != "gemma4":
+        return [*tools]
+    found = []
+    for tool in tools:
+        function = tool["function"]
+        schema = function.get("parameters", {})
+        try:
+            plain = {**function, "parameters": _plain(schema, schema, [MOST_REFERENCES])}
+        except RecursionError:
+            raise ValueError("tools: a schema is nested too deep; flatten it") from None
+        found.append({**tool, "function": plain})
+    return found
+
+
+MOST_REFERENCES = 100  # of a tool that are written out; the others have no description
+
+
+def _plain(schema: Any, root: Any, left: list[int]) -> dict[str, Any]:
+    """A schema with the keywords that Gemma's template reads, and one type.
+
+    Args:
+        left: References that may still be written out.
+    """
+    found = dict(schema) if isinstance(schema, Mapping) else {}
+    each = [one for name in ("allOf", "anyOf", "oneOf") for one in found.pop(name, [])]
+    if isinstance(ref := found.pop("$ref", None), str) and left[0]:
+        left[0] -= 1
+        node = root
+        for part in ref.removeprefix("#/").split("/"):
+            node = node.get(part) if isinstance(node, Mapping) else None
+        each.append(node)
+    kinds = [_plain(one, root, left) for one in each]
+    for one in kinds:
+        if one.get("type") != "null":
+            found = {**one, **found}
+    types = found.get("type")
+    types = types if isinstance(types, list) else [types] if types else []
+    if "null" in types or any(one.get("type") == "null" for one in kinds):
+        found["nullable"] = True
+    usual = "object" if "properties" in found else "array" if "items" in found else "string"
+    is_null = types == ["null"] and not kinds
+    found["type"] = "null" if is_null else next((one for one in types if one != "null"), usual)
+    if isinstance(found.get("properties"), Mapping):
+        named = found["properties"].items()
+        found["properties"] = {name: _plain(one, root, left) for name, one in named}
+    if "items" in found:
+        found["items"] = _plain(found["items"], root, left)
+    read = ("description", "type", "enum", "items", "properties", "required", "nullable")
+    return {name: found[name] for name in read if name in found}
+
+
 def as_text(
     turns: Sequence[Mapping[str, Any]], tools: Sequence[Any], form: str
 ) -> list[Mapping[str, Any]]:

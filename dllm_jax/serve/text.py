@@ -231,7 +231,7 @@ class TextSide:
             if form.is_text:
                 said = tool_forms.as_text(said, shown, form.name or "")
             elif shown:
-                fields["tools"] = shown
+                fields["tools"] = tool_forms.shown(shown, form)
             text, ids = chat.prompt(self, said, encode, **fields)
         except Unusable as error:
             raise Refusal(str(error), param=error.param, code=error.code) from None

@@ -270,3 +270,35 @@ def test_calls_and_results_as_texts(name):
     assert FORMS[name].opens in system["content"]
     assert result["role"] == "user"
     assert "21 degrees" in result["content"]
+
+
+def test_gemmas_template_is_shown_one_type_a_value_and_no_reference():
+    person = {"type": "object", "properties": {"of": {"$ref": "#/$defs/p"}}, "title": "P"}
+    schema = {
+        "type": "object",
+        "$defs": {"p": person},
+        "properties": {
+            "a": {"anyOf": [{"type": "string", "minLength": 1}, {"type": "null"}], "default": None},
+            "b": {"type": ["integer", "null"], "description": "B"},
+            "c": {"enum": ["x"]},
+            "d": {"type": "array", "items": {"$ref": "#/$defs/p", "description": "D"}},
+            "e": True,
+        },
+    }
+    function = {"name": "f", "parameters": schema}
+    (tool,) = tool_forms.shown([{"function": function}], tool_forms.ToolForm("gemma4", True))
+    found = tool["function"]["parameters"]["properties"]
+    assert found["a"] == {"type": "string", "nullable": True}
+    assert found["b"] == {"type": "integer", "nullable": True, "description": "B"}
+    assert found["c"] == {"enum": ["x"], "type": "string"}
+    assert found["d"]["items"]["description"] == "D"
+    assert found["d"]["items"]["properties"]["of"]["type"] == "object"
+    assert found["e"] == {"type": "string"}
+    loop = {"type": "object", "properties": {f"k{i}": {"$ref": "#"} for i in range(300)}}
+    (many,) = tool_forms.shown(
+        [{"function": {"parameters": loop}}], tool_forms.ToolForm("gemma4", True)
+    )
+    assert len(str(many)) < 3_000_000  # nothing grows without end
+    text = (chat._FOLDER / "gemma4.jinja").read_text("utf-8")
+    assert "declaration:f{" in templates.fill(text, [ASK], tools=[tool])
+    assert tool_forms.shown([tool], tool_forms.NO_FORM) == [tool]
