@@ -20,6 +20,7 @@ from dllm_jax.api.arguments import (
 )
 from dllm_jax.api.calls import turns_of
 from dllm_jax.api.constraints import ConstraintReport, Constraints
+from dllm_jax.api.decide import decide
 from dllm_jax.api.drafts import Source
 from dllm_jax.api.prompts import (
     Prompt,
@@ -260,9 +261,8 @@ class LLM:
             template_kwargs: As of `apply_template`, for every conversation.
         """
         params, every = either(params, sampling_params), each_conversation(messages)
-        asked = (tools, tool_choice, parallel_tool_calls, tool_format)
-        turns = turns_of(self, *asked, template_kwargs, thinking_token_budget)
-        if turns is not None:
+        asked = tools, tool_choice, parallel_tool_calls, tool_format, template_kwargs
+        if (turns := turns_of(self, *asked, thinking_token_budget)) is not None:
             return turns.run(every, params, use_tqdm)
         make = functools.partial(request_of, self.model, template_kwargs=template_kwargs)
         return self._run(make, every, params, use_tqdm)
@@ -287,15 +287,13 @@ class LLM:
             ValueError: The request can never run.
         """
         if events not in ("commit", "denoise"):
-            raise ValueError(
-                f'events={checks.short_repr(events)} is not known; use "commit" or "denoise"'
-            )
+            said = checks.short_repr(events)
+            raise ValueError(f'events={said} is not known; use "commit" or "denoise"')
         denoise = events == "denoise"
         self._is_advised = self._is_advised or advised(self.model, [prompt])
         chosen = either(params, sampling_params) or self.default_params
-        request = request_of(self.model, prompt, chosen, stream=True, denoise=denoise)
         inbox = self.engine.inbox()
-        inbox.add(request)
+        inbox.add(request_of(self.model, prompt, chosen, stream=True, denoise=denoise))
         return TextEvents(inbox, every=denoise)
 
     def infill(
@@ -362,8 +360,6 @@ class LLM:
             >>> (dup,) = llm.decide("I was charged twice.", [Question.predicate("Twice?")])
             >>> dup.value  # the probability of yes
         """
-        from dllm_jax.api.decide import decide
-
         self.engine.check_process()
         run = self.engine.runner.read_labels
         return decide(self.model, context, questions, joint=joint, run=run)

@@ -719,7 +719,7 @@ SIGNATURES = {
     ),
     "generate": "prompts params use_tqdm",
     "chat": "messages params use_tqdm sampling_params tools tool_choice parallel_tool_calls "
-    "tool_format template_kwargs",
+    "tool_format thinking_token_budget template_kwargs",
     "stream": "prompt params events",
     "infill": "prefix suffix params",
 }
