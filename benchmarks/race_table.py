@@ -38,7 +38,7 @@ def main() -> None:
         for accept, add in itertools.product(ACCEPT, ADD)
     ]
     began = time.perf_counter()
-    how = {"batch_size": args.batch_size, "is_timed": False}
+    how = {"batch_size": args.batch_size}
     outcomes = [evaluate.solve(model, evaluate.one_token(32), problems, **how)]
     print("reference", round(time.perf_counter() - began, 1), "s", flush=True)
     outcomes += evaluate.sweep(model, dj.strategies.MultiBD(), settings, problems, **how)

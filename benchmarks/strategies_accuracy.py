@@ -111,8 +111,7 @@ def measure(model, section, problems, prompts, args):
         model,
         section.strategy,
         section.settings,
-        problems,
-        prompts=prompts,
+        evaluate.ProblemSet(problems, prompts=prompts),
         batch_size=args.batch_size,
         max_tokens=args.max_tokens,
     )

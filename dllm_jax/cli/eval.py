@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
 import time
@@ -206,16 +207,20 @@ def _evaluate(
         if not points:
             continue
 
-        def finished(i: int, outcome: Any, names: list[str] = names) -> None:
-            outcomes[names[i]] = outcome
-            stored.add(half, names[i], part=evaluate.outcome_json(outcome))
-            row = evaluate.summarise(outcome)
-            tqdm.write(
-                f"{half}, {names[i]}: {_figure(row['exact'], 1, 100)} % exact, "
-                f"{_figure(row['tokens_per_forward'], 2)} tokens per forward "
-                f"({len(outcomes)} of {number}, {time.perf_counter() - began:.0f} s)",
-                file=sys.stderr,
-            )
+        def progress(done: int, found: Any, names: list[str] = names, *, bar: Any) -> None:
+            bar.update(done - bar.n)
+            for name, outcome in zip(names, found, strict=False):
+                if name in outcomes:
+                    continue
+                outcomes[name] = outcome
+                stored.add(half, name, part=evaluate.outcome_json(outcome))
+                row = evaluate.summarise(outcome)
+                tqdm.write(
+                    f"{half}, {name}: {_figure(row['exact'], 1, 100)} % exact, "
+                    f"{_figure(row['tokens_per_forward'], 2)} tokens per forward "
+                    f"({len(outcomes)} of {number}, {time.perf_counter() - began:.0f} s)",
+                    file=sys.stderr,
+                )
 
         def recorded(i: int, number: int, record: Any, names: list[str] = names) -> None:
             law = {**record.law, "half": half, "setting": names[i], "problem": number}
@@ -226,14 +231,11 @@ def _evaluate(
                 model,
                 strategy,
                 list(points.values()),
-                problems,
+                of,
                 draft=draft,
                 batch_size=args.batch_size,
                 max_tokens=args.max_tokens,
-                progress=lambda done, bar=bar: bar.update(done - bar.n),
-                prompts=of.prompts,
-                is_right=of.is_right,
-                finished=finished,
+                progress=functools.partial(progress, bar=bar),
                 recorded=None if args.record is None else recorded,
             )
     outcomes = {point: outcomes[point] for points in curves.values() for point in points}

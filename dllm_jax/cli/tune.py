@@ -180,15 +180,16 @@ def _race(
                 model,
                 strategy,
                 [rows[one][-1] for one in members],
-                [of.problems[i] for i in where],
-                prompts=[prompts[i] for i in where],
+                evaluate.ProblemSet(
+                    [of.problems[i] for i in where],
+                    of.is_right,
+                    [prompts[i] for i in where],
+                    longest=max(map(len, prompts)),
+                ),
                 draft=draft,
-                is_right=of.is_right,
                 batch_size=args.batch_size,
                 max_tokens=args.max_tokens,
-                is_timed=False,
-                longest=max(map(len, prompts)),
-                progress=lambda done, before=before: bar.update(before + done - bar.n),
+                progress=lambda done, _, before=before: bar.update(before + done - bar.n),
             )
             outcomes |= zip(members, found, strict=True)
         leaf = functools.partial(_stacked, [outcomes[one] for one in chosen])

@@ -73,11 +73,16 @@ class ProblemSet:
     Attributes:
         is_right: Judges a text of a problem.
         prompts: Token ids of the prompts; None: the questions as chats.
+        tokenizer: Decodes the texts; None: the model's.
+        longest: Prompts are padded to at least this many tokens, so that other problems of the same
+            set take the same program.
     """
 
     problems: list[Problem]
     is_right: Callable[[str, Problem], bool] = is_correct
     prompts: list[list[int]] | None = None
+    tokenizer: Any = None
+    longest: int = 0
 
 
 def held_out(half: str, count: int, seed: int, family: str | None = None) -> list[Problem]:
@@ -90,7 +95,9 @@ def one_token(block_size: int) -> BlockDiffusion:
     return BlockDiffusion(remasking="static", denoising_steps=block_size, block_size=block_size)
 
 
-def solve(model: Model, strategy: Any, problems: Sequence[Problem], **how: Any) -> Outcome:
+def solve(
+    model: Model, strategy: Any, problems: Sequence[Problem] | ProblemSet, **how: Any
+) -> Outcome:
     """Solve problems in batches of one shape; `how` is `sweep`'s keywords.
 
     Args:
@@ -104,39 +111,27 @@ def sweep(
     model: Model,
     strategy: Any,
     settings: Sequence[Mapping[str, float]],
-    problems: Sequence[Problem],
+    problems: Sequence[Problem] | ProblemSet,
     *,
-    prompts: Sequence[Sequence[int]] | None = None,
-    tokenizer: Any = None,
     draft: Model | None = None,
-    is_right: Callable[[str, Problem], bool] = is_correct,
     temperature: float = 0.0,
     batch_size: int = 32,
     max_tokens: int = MAX_TOKENS,
-    is_timed: bool = True,
-    longest: int = 0,
-    progress: Callable[[int], object] = lambda done: None,
-    finished: Callable[[int, Outcome], object] = lambda number, outcome: None,
+    progress: Callable[[int, list[Outcome]], object] = lambda done, outcomes: None,
     recorded: Callable[[int, int, Record], object] | None = None,
 ) -> list[Outcome]:
     """Solve the same problems under several settings of a strategy's knobs, as one program.
 
     Thresholds are values of a request, so requests of several settings share batches. The time of
-    a batch is divided equally among its rows.
+    a batch is divided equally among its rows; before it, one step of the first batch compiles.
 
     Args:
         settings: Values of knobs by name, in place of the strategy's; all name the same knobs.
-        prompts: Token ids of the problems; None: those of `encode`.
-        tokenizer: Decodes the texts in place of the model's.
         draft: The model that the strategy drafts with.
-        is_right: Judges a text of a problem.
         batch_size: Most rows decoded together; the last of several batches is padded with rows
             that are dropped.
-        is_timed: Take one step of the first batch before the clock starts, to compile.
-        longest: Prompts are padded to so many tokens at least, so that other problems of the same
-            set take the same program.
-        progress: Called with the number of rows done, after each batch.
-        finished: Called with the number of a setting and its outcome, as soon as its rows are done.
+        progress: Called after each batch with the number of rows done, and the outcomes of the
+            settings whose rows are all done.
         recorded: Called with the numbers of a setting and of a problem, and the record of the text.
 
     Raises:
@@ -144,15 +139,16 @@ def sweep(
     """
     if recorded is not None and (reason := no_record(strategy)):
         raise ValueError(reason)
-    ids = encode(model, problems) if prompts is None else prompts
+    of = problems if isinstance(problems, ProblemSet) else ProblemSet(list(problems))
+    ids = encode(model, of.problems) if of.prompts is None else of.prompts
     lengths = np.array([len(row) for row in ids])
-    padded = np.zeros((len(ids), max(longest, *lengths)), np.int32)
+    padded = np.zeros((len(ids), max(of.longest, *lengths)), np.int32)
     for i, row in enumerate(ids):
         padded[i, : len(row)] = row
     total = len(settings) * len(ids)
     batch_size = min(batch_size, total)
     values = {k: np.repeat([one[k] for one in settings], len(ids)) for k in settings[0]}
-    decode_text = (tokenizer or model.tokenizer).decode
+    decode_text = (of.tokenizer or model.tokenizer).decode
 
     @functools.cache  # most settings end in the same text
     def text_of(tokens: tuple[int, ...]) -> str:
@@ -173,7 +169,7 @@ def sweep(
             draft=draft,
         )
         keeps = 0 if recorded is None else padded.shape[1] + max_tokens
-        if first == 0 and is_timed:
+        if first == 0:
             _finish(model, _keeping(session(max_nfe=1), keeps))
         began = time.perf_counter()
         part, state = _finish(model, _keeping(session(), keeps))
@@ -185,13 +181,11 @@ def sweep(
             own = strategy.replace(**settings[setting])
             law = {**law_of(model, own), "temperature": temperature, "top_k": 0, "top_p": 1.0}
             recorded(setting, number, _record(own, state, b, ids[number], law))
-        progress(first + count)
         while (begin := len(outcomes) * len(ids)) + len(ids) <= first + count and begin < total:
             rows = slice(begin, begin + len(ids))
             part = [np.concatenate(leaf)[rows] for leaf in zip(*parts, strict=True)]
-            outcome = _outcome(text_of, is_right, block_of(strategy), problems, lengths, part)
-            outcomes.append(outcome)
-            finished(len(outcomes) - 1, outcome)
+            outcomes.append(_outcome(text_of, of, block_of(strategy), lengths, part))
+        progress(first + count, outcomes)
     return outcomes
 
 
@@ -243,9 +237,8 @@ def _finish(model: Model, session: generate.Session) -> Any:
 
 def _outcome(
     text_of: Callable[[tuple[int, ...]], str],
-    is_right: Callable[[str, Problem], bool],
+    of: ProblemSet,
     block_size: int | None,
-    problems: Sequence[Problem],
     prompt_len: np.ndarray,
     part: Sequence[np.ndarray],
 ) -> Outcome:
@@ -259,7 +252,7 @@ def _outcome(
         last = prompt_len + length + has_end - 1
         blocks = np.maximum(last // block_size - prompt_len // block_size + 1, 1)
     return Outcome(
-        right=np.array([is_right(t, one) for t, one in zip(texts, problems, strict=True)]),
+        right=np.array([of.is_right(t, one) for t, one in zip(texts, of.problems, strict=True)]),
         tokens=length,
         forwards=forwards,
         denoise=denoise,

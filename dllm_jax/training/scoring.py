@@ -134,12 +134,9 @@ def score_canvases(
         model,
         DiffusionGemma(max_denoising_steps=float(steps), block_size=size, buffer_size=1),
         [{"confidence_threshold": threshold} for threshold in thresholds],
-        some,
-        prompts=[tokenizer.encode(stream.conversation(one.question)).ids for one in some],
-        tokenizer=tokenizer,
+        _problems(some, tokenizer),
         batch_size=min(BATCH_SIZE, num_problems),
         temperature=temperature,
-        is_timed=False,
     )
     results = []
     for threshold, outcome in zip(thresholds, outcomes, strict=True):
@@ -174,13 +171,15 @@ def _solve(
     return evaluate.solve(
         model,
         strategy,
-        some,
-        prompts=[tokenizer.encode(stream.conversation(one.question)).ids for one in some],
-        tokenizer=tokenizer,
+        _problems(some, tokenizer),
         batch_size=min(BATCH_SIZE, num_problems),
-        is_timed=False,
         **how,
     )
+
+
+def _problems(some: list[problems.Problem], tokenizer: tokenizers.Tokenizer) -> evaluate.ProblemSet:
+    ids = [tokenizer.encode(stream.conversation(one.question)).ids for one in some]
+    return evaluate.ProblemSet(some, prompts=ids, tokenizer=tokenizer)
 
 
 def _half_width(values: Sequence[float] | np.ndarray) -> float:

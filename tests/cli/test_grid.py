@@ -108,12 +108,12 @@ def test_50_1_a_run_that_was_cut_off_goes_on(random_folder, tmp_path, monkeypatc
     monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
     ran = []
 
-    def sweep(model, strategy, settings, problems, *, finished, **how):
-        for i, setting in enumerate(settings):
+    def sweep(model, strategy, settings, of, *, progress, **how):
+        for i, setting in enumerate(settings, 1):
             ran.append(setting)
             if len(ran) == 3:
                 raise ValueError("cut off")
-            finished(i, outcome([True] * len(problems)))
+            progress(2 * i, [outcome([True] * len(of.problems))] * i)
 
     monkeypatch.setattr(evaluate, "sweep", sweep)
     out, svg = tmp_path / "r.json", tmp_path / "r.svg"

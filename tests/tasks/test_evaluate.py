@@ -55,7 +55,13 @@ def test_a_sweep_is_the_solves_of_its_settings(solved):
     settings = [{"accept_threshold": 1.0}, {"accept_threshold": 0.0}]
     done = []
     swept = evaluate.sweep(
-        model, strategy, settings, problems, batch_size=4, max_tokens=20, progress=done.append
+        model,
+        strategy,
+        settings,
+        problems,
+        batch_size=4,
+        max_tokens=20,
+        progress=lambda number, _: done.append(number),
     )
     assert done == [4, 8, 10]
     for setting, outcome in zip(settings, swept, strict=True):
