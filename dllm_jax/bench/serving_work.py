@@ -62,10 +62,11 @@ def file_work(path: str, text: str, count: int | None, outputs: Lengths, seed: i
     """
     rng = random.Random(f"bench/serve/{seed}")
     rows: list[tuple[str, int | None]] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        rows.append(_row(path, number, line) if Path(path).suffix == ".jsonl" else (line, None))
+    is_json = Path(path).suffix == ".jsonl"  # whose strings may hold U+2028
+    lines = text.split("\n") if is_json else text.splitlines()
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            rows.append(_row(path, number, line) if is_json else (line, None))
     if not rows:
         raise ValueError(f"prompt file {path!r} holds no prompt; write one on each line")
     taken = [rows[i % len(rows)] for i in range(len(rows) if count is None else count)]
@@ -76,7 +77,7 @@ def _row(path: str, number: int, line: str) -> tuple[str, int | None]:
     try:
         row = json.loads(line)
         prompt, most = row["prompt"], row.get("output_tokens")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         prompt = most = None
     if not isinstance(prompt, str) or not (most is None or (type(most) is int and most > 0)):
         raise ValueError(

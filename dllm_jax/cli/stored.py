@@ -26,16 +26,10 @@ class Stored:
         self._parts: dict[str, Any] = {}
         if self._path is None:
             return
-        lines: list[Any] = []
-        if self._path.exists():
-            for line in self._path.read_text("utf-8").splitlines():
-                try:
-                    lines.append(json.loads(line))
-                except ValueError:  # the run ended while it wrote
-                    break
         about = json.loads(json.dumps(about))
+        lines = self._read() if self._path.exists() else []
         if lines and lines[0] != about:
-            differ = [key for key in about if dict(lines[0]).get(key) != about[key]]
+            differ = [key for key in about if lines[0].get(key) != about[key]]
             raise UsageError(
                 f"{str(self._path)!r} holds parts of another run ({', '.join(differ)}); remove it "
                 "or choose another --output"
@@ -46,6 +40,22 @@ class Stored:
             print(f"going on from {count} parts in {str(self._path)!r}", file=sys.stderr)
         text = "".join(json.dumps(line) + "\n" for line in (about, *self._parts.items()))
         self._path.write_bytes(text.encode())
+
+    def _read(self) -> list[Any]:
+        """What the run is of, and its parts, up to a line that was cut off."""
+        assert self._path is not None
+        lines: list[Any] = []
+        try:
+            for line in self._path.read_bytes().split(b"\n"):
+                one = json.loads(line)
+                if not (_is_part(one) if lines else isinstance(one, dict)):
+                    break
+                lines.append(one)
+        except (ValueError, RecursionError):  # the run ended while it wrote
+            pass
+        except OSError as error:
+            raise UsageError(f"{str(self._path)!r} cannot be read: {error.strerror}") from None
+        return lines
 
     def get(self, *key: Any) -> Any:
         """A part, None where it is not there yet."""
@@ -62,3 +72,7 @@ class Stored:
         """Remove the file: the whole result is written."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
+
+
+def _is_part(line: Any) -> bool:
+    return isinstance(line, list) and len(line) == 2 and isinstance(line[0], str)

@@ -113,7 +113,7 @@ class Gate:
         call.error = str(error) if isinstance(error, RequestFailed) else type(error).__name__
         if not isinstance(error, RequestFailed):
             self._service.log.error(error, call.id)
-        return Json(internal_error(call.id), 500)
+        return Json(internal_error(call.id).body, 500)
 
     def _tell(self, call: Call) -> None:
         """Metrics and the log line."""

@@ -335,10 +335,9 @@ class MessagesForm:
         end = {"type": "message_delta", "delta": self._ends, "usage": usage}
         return named_event(end) + named_event({"type": "message_stop"})
 
-    def failed(self, message: str | None, request_id: str) -> bytes:
+    def failed(self, error: Refusal, request_id: str) -> bytes:
         """The end of a stream that fails."""
-        said = message or f"the server failed; its id in the log is {request_id}"
-        return named_event(anthropic_error(said, 500 if message is None else 503, request_id))
+        return named_event(anthropic_error(error.message, error.status, request_id))
 
     # --- an answer -------------------------------------------------------------------------------
 

@@ -414,11 +414,11 @@ class ResponsesForm:
         final = self._final(num_tokens, usages)
         return self._event(str(final["status"]), response=final)
 
-    def failed(self, message: str | None, request_id: str) -> bytes:
+    def failed(self, error: Refusal, request_id: str) -> bytes:
         """The end of a stream that fails."""
-        said = message or f"the server failed; its id in the log is {request_id}"
-        error = {"code": "server_error", "message": said}
-        final = self._response | {"status": "failed", "error": error, "output": self._items}
+        code = "server_error" if error.status >= 500 else error.code
+        said = {"code": code, "message": error.message}
+        final = self._response | {"status": "failed", "error": said, "output": self._items}
         return self._event("failed", response=final)
 
     # --- an answer -------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from dllm_jax.serve.answers import Window
 from dllm_jax.serve.client import Mailbox, RequestFailed
 from dllm_jax.serve.metrics import Metrics
 from dllm_jax.serve.pipe import Delta, Frame
-from dllm_jax.serve.refusals import error_object
+from dllm_jax.serve.refusals import Refusal
 
 FRAME_SECONDS = 1 / 60  # between two frames of a choice
 DONE = b"data: [DONE]\n\n"
@@ -249,16 +249,22 @@ class EventStream:
 
     def _ending(self) -> bytes:
         """The usage chunk or the error, and the end."""
-        if self._box.failure is not None and not self._box.is_over:
-            self.error = self.error or self._box.failure
-            said = error_object(self._box.failure, 503, None, "engine_failed")
-            return event(said) + DONE
-        if self.error is not None:
-            return event(internal_error(self._request_id)) + DONE
+        if (failure := self._failure()) is not None:
+            return event(failure.body) + DONE
         if self._usage:
             last = self._form.last(sum(self._box.num_tokens), self._box.usages)
             return event(last) + DONE
         return DONE
+
+    def _failure(self) -> Refusal | None:
+        """Why the stream ends before its texts have; None: it does not."""
+        box = self._box
+        if box.failure is not None and not box.is_over:
+            self.error = self.error or box.failure
+            return Refusal(box.failure, code="engine_failed", status=503)
+        if self.error is None:
+            return None
+        return box.refusal if isinstance(box.refusal, Refusal) else internal_error(self._request_id)
 
 
 async def whole(box: Mailbox, connection: Any) -> list[Delta]:
@@ -290,10 +296,10 @@ async def whole(box: Mailbox, connection: Any) -> list[Delta]:
     return [texts[choice] for choice in sorted(texts)]
 
 
-def internal_error(request_id: str) -> dict[str, Any]:
-    """The error object of a failure of ours: the reason is in the log."""
+def internal_error(request_id: str) -> Refusal:
+    """A failure of ours, as it is answered: the reason is in the log."""
     message = f"the server failed on this request; its id in the log is {request_id}"
-    return error_object(message, 500, None, "internal_error")
+    return Refusal(message, code="internal_error", status=500)
 
 
 def listen(connection: Any, box: Mailbox) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 from dllm_jax.serve.answers import Form, ending, metrics, notes_of
 from dllm_jax.serve.logs import random_id
 from dllm_jax.serve.pipe import Delta, Usage
-from dllm_jax.serve.refusals import Refusal, error_object
-from dllm_jax.serve.stream import DONE, EventStream, event, internal_error
+from dllm_jax.serve.refusals import Refusal
+from dllm_jax.serve.stream import DONE, EventStream, event
 from dllm_jax.structured import Piece, Turn
 from dllm_jax.structured.tools import joined
 
@@ -166,12 +166,9 @@ class ChatForm(Form):
         """The end of the stream."""
         return (event(self.last(num_tokens, usages)) if has_usage else b"") + DONE
 
-    def failed(self, message: str | None, request_id: str) -> bytes:
-        """The end of a stream that fails; the message of one whose engine is gone."""
-        said = internal_error(request_id)
-        if message is not None:
-            said = error_object(message, 503, None, "engine_failed")
-        return event(said) + DONE
+    def failed(self, error: Refusal, request_id: str) -> bytes:
+        """The end of a stream that fails."""
+        return event(error.body) + DONE
 
     def _of(self, choice: int, delta: dict[str, Any], finish: str | None) -> dict[str, Any]:
         one = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": finish}
@@ -262,10 +259,7 @@ class TurnStream(EventStream):
             yield from form.ended(delta)
 
     def _ending(self) -> bytes:
+        if (failure := self._failure()) is not None:
+            return self._form.failed(failure, self._request_id)
         box = self._box
-        if box.failure is not None and not box.is_over:
-            self.error = self.error or box.failure
-            return self._form.failed(box.failure, self._request_id)
-        if self.error is not None:
-            return self._form.failed(None, self._request_id)
         return self._form.closed(sum(box.num_tokens), box.usages, self._usage)

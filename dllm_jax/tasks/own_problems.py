@@ -21,7 +21,7 @@ def read_problems(path: str) -> list[Problem]:
         OSError: The file cannot be read.
     """
     found = []
-    for number, line in enumerate(read_text(Path(path)).splitlines(), 1):
+    for number, line in enumerate(read_text(Path(path)).split("\n"), 1):
         if not line.strip():
             continue
         try:

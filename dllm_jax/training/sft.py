@@ -146,8 +146,9 @@ def read_texts(
     ends = model.defaults.stop_token_ids
     end = model.tokenizer.eos_token_id if model.tokenizer.eos_token_id in ends else ends[0]
     rows, number = list[tuple[np.ndarray, np.ndarray]](), 0
-    for number, line in enumerate(_lines(path), 1):
-        prompt, answer = _ids(model, line, f"{path}, line {number}")
+    for where, line in _lines(path):
+        number += 1
+        prompt, answer = _ids(model, line, f"{path}, line {where}")
         text = [*prompt, *answer, end]
         if len(text) > length:
             continue
@@ -162,11 +163,13 @@ def read_texts(
     return np.stack([row[0] for row in rows]), np.stack([row[1] for row in rows])
 
 
-def _lines(path: str | None) -> list[str]:
+def _lines(path: str | None) -> list[tuple[int, str]]:
+    """The lines that hold something, and their numbers; a string may hold U+2028."""
     if path is None:
         raise ValueError("data=None: give a .jsonl file (--data)")
     try:
-        return [line for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
+        lines = enumerate(Path(path).read_text("utf-8").split("\n"), 1)
+        return [(number, line) for number, line in lines if line.strip()]
     except (OSError, ValueError) as error:
         raise ValueError(f"{path!r} cannot be read ({error}); give a .jsonl file") from error
 
@@ -182,8 +185,10 @@ def _ids(model: Model, line: str, where: str) -> tuple[list[int], list[int]]:
             prompt, answer = chat.render(model, before), last["content"]
         else:
             prompt, answer = held["prompt"], held["completion"]
-        parts = [encode(model.tokenizer, str(one), special=False) for one in (prompt, answer)]
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+        if not (isinstance(prompt, str) and isinstance(answer, str)):
+            raise TypeError("prompt and answer must be strings")
+        parts = [encode(model.tokenizer, one, special=False) for one in (prompt, answer)]
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise ValueError(
             f'{where} is no text ({error}); write {{"messages": [...]}} whose last one is the '
             'assistant\'s, or {"prompt": ..., "completion": ...}'

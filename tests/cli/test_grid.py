@@ -72,13 +72,14 @@ def test_50_1_grids_that_cannot_be_run_are_refused(asked, words):
         grid.settings_of(STRATEGIES, asked)
 
 
-def test_50_1_parts_are_taken_up_but_not_those_of_another_run(tmp_path, capsys):
+@pytest.mark.parametrize("spoilt", ['["cut off', "3\n", '[["x"], 1]\n', "[" * 99_999, "\x00\udcff"])
+def test_50_1_parts_are_taken_up_but_not_those_of_another_run(tmp_path, capsys, spoilt):
     output = str(tmp_path / "r.json")
     stored = Stored(output, {"seed": 0, "model": "a"})
     stored.add("hard", "x", part={"right": [True]})
     stored.add([1, 2], [3], part=[4])
-    with (tmp_path / "r.json.partial").open("a") as file:
-        file.write('["cut off')
+    with (tmp_path / "r.json.partial").open("a", errors="surrogateescape") as file:
+        file.write(spoilt)
     again = Stored(output, {"seed": 0, "model": "a"})
     assert (again.get("hard", "x"), again.get([1, 2], [3])) == ({"right": [True]}, [4])
     assert again.get("hard", "y") is None

@@ -13,7 +13,8 @@ import pytest
 from dllm_jax.loading import tool_forms
 from dllm_jax.serve import generating, messages, responses, wire
 from dllm_jax.serve.pipe import Delta, Usage
-from dllm_jax.serve.refusals import Refusal
+from dllm_jax.serve.refusals import INVALID, Refusal
+from dllm_jax.serve.stream import internal_error
 from dllm_jax.serve.turns import NO_TEXT, ChatForm, Texts, placed
 from dllm_jax.structured import Tool, Tools, Turn
 
@@ -184,12 +185,15 @@ def test_a_custom_tool_has_a_text(seed):
 
 
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("message", [None, "the engine is gone"])
-def test_a_stream_that_fails_says_so_in_the_form_of_its_route(name, message):
-    said = FORMS[name]().failed(message, "id7").decode()
+@pytest.mark.parametrize("status", [400, 500])
+def test_a_stream_that_fails_says_so_in_the_form_of_its_route(name, status):
+    failure = Refusal("too large", status=400) if status == 400 else internal_error("id7")
+    said = FORMS[name]().failed(failure, "id7").decode()
     event = json.loads(said.partition("data: ")[2].partition("\n")[0])
     error = event["response"]["error"] if name == "responses" else event["error"]
-    assert (message or "id7") in error["message"]
+    assert ("too large" if status == 400 else "id7") in error["message"]
+    kind = error["code"] if name == "responses" else error["type"]
+    assert kind in (("server_error", "api_error") if status == 500 else ("invalid_value", INVALID))
     kinds = {"chat": None, "messages": "error", "responses": "response.failed"}
     assert event.get("type") == kinds[name]
     assert said.startswith("data: " if name == "chat" else f"event: {kinds[name]}\n")

@@ -129,8 +129,8 @@ TWINS = {
     "error_without_done": (
         "test_error_event",
         "stream.py",
-        "return event(internal_error(self._request_id)) + DONE",
-        "return event(internal_error(self._request_id))",
+        "return event(failure.body) + DONE",
+        "return event(failure.body)",
     ),
     "lax_json": (
         "test_hostile_json",

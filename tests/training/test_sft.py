@@ -112,6 +112,9 @@ def test_50_4_rows_end_with_their_block_or_the_row(data, capsys):
     [
         ('{"messages": [{"role": "user", "content": "x"}]}', "line 1 is no text"),
         ("[1]", "line 1 is no text"),
+        ("[" * 100_000, "line 1 is no text"),
+        ('\n{"prompt": "x", "completion": null}', "line 2 is no text .*strings"),
+        ('{"prompt": "\u2028", "completion": "%s"}' % ("x" * 900), "none of 1 texts"),
         ('{"prompt": "x"}', "'completion'"),
         (json.dumps({"prompt": "x" * 900, "completion": ""}), "none of 1 texts has at most 64"),
     ],
