@@ -246,9 +246,8 @@ def record(
         state, part = _recorded(model, one, session.aux, state, **how)
         part = jax.device_get(part)
         for b in running.tolist():
-            steps[b].append(
-                _from_device(jax.tree.map(lambda leaf, b=b: leaf[b], part), keep, places)
-            )
+            row = jax.tree.map(lambda leaf, b=b: leaf[b], part)
+            steps[b].append(_from_device(row, keep, places))
     state = jax.device_get(state.replace(keys=None, pools=None, carry=None))
     found = [
         _trajectory(model, chosen, state, b, list(map(int, ids)), steps[b])
