@@ -384,7 +384,7 @@ class ResponsesForm:
             return
         item["status"] = "completed"
         if item["type"] == "custom_tool_call":
-            item["input"] = json.loads(self._input)["input"]
+            item["input"] = str(json.loads(self._input).get("input", ""))  # loosest: any object
             yield self._more("custom_tool_call_input.delta", delta=item["input"])
             yield self._more("custom_tool_call_input.done", input=item["input"])
         elif item["type"] == "function_call":
