@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.serve.driving import CHAT, ROOT, TEXT, Server, text_of, within
+from tests.structured.texts import many_tools
 
 pytestmark = pytest.mark.long
 
@@ -280,52 +281,25 @@ def test_what_cannot_be_served_ends_with_one_line(flags, status, said):
     assert said in errors[0]
 
 
-def _many_tools():
-    """24 tools that one automaton does not hold; a schema has few states and many bytes."""
-    kinds = [f"one_of_the_kinds_of_this_tool_that_begin_alike_{i}" for i in range(9)]
-    fields = {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "kind": {"enum": kinds}}
-    schema = {"type": "object", "properties": fields, "required": ["n"]}
-    named = [{"name": f"tool_{i:02}", "parameters": schema} for i in range(24)]
-    return [{"type": "function", "function": one} for one in named]
-
-
-def test_24_tools_are_called_in_stages_alone_and_together(server, llm, monkeypatch):
-    import dllm_jax as dj
-
-    monkeypatch.setattr(llm.tokenizer, "chat_template", TEMPLATE)
-    tools, how = _many_tools(), {"tool_choice": "required", "parallel_tool_calls": False}
-    talks = [[{"role": "user", "content": one}] for one in QUESTIONS]
-    params = dj.SamplingParams(max_tokens=150)
-    outputs = llm.chat(talks, params, tools=tools, use_tqdm=False, **how)
-    (alone,) = llm.chat(talks[:1], params, tools=tools, use_tqdm=False, **how)
-    assert alone.outputs[0].token_ids == outputs[0].outputs[0].token_ids
-    wanted = []
-    for output in outputs:
-        assert output.outputs[0].finish_reason == "stop"
-        (call,) = output.outputs[0].message["tool_calls"]
-        wanted.append(tuple(call["function"].values()))
-        said = json.loads(wanted[-1][1])
-        assert 0 <= said["n"] <= 99
-        assert set(said) <= {"n", "kind"}
-
-    def asked(i):
-        body = {"messages": talks[i % 2], "tools": tools, "max_tokens": 150, **how}
-        status, answer, _ = server.post(CHAT, body)
+def test_24_tools_are_called_in_stages_alone_and_together(server):
+    def asked(i, **more):
+        talk = [{"role": "user", "content": QUESTIONS[i]}]
+        how = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 150}
+        body = {"messages": talk, "tools": many_tools(), **how, **more}
+        # The first one waits for programs to be compiled.
+        status, answer, _ = server.request("POST", CHAT, body, timeout=900)
         assert status == 200, answer
         (choice,) = answer["choices"]
-        assert choice["finish_reason"] == "tool_calls"
-        assert answer["usage"]["completion_tokens"] == len(outputs[i % 2].outputs[0].token_ids)
-        return [tuple(one["function"].values()) for one in choice["message"]["tool_calls"]]
+        calls = [one["function"] for one in choice["message"].get("tool_calls", ())]
+        return choice["finish_reason"], calls
 
-    assert asked(0) == wanted[:1]
-    with ThreadPoolExecutor(4) as pool:
-        assert [*pool.map(asked, range(4))] == [wanted[i % 2 :][:1] for i in range(4)]
-    # The arguments of the second stage do not fit: no call is delivered.
-    body = {"messages": talks[0], "tools": tools, "max_tokens": 45, **how}
-    (choice,) = server.post(CHAT, body)[1]["choices"]
-    assert (choice["finish_reason"], choice["message"].get("tool_calls")) == ("length", None)
-    (short,) = llm.chat(
-        talks[:1], dj.SamplingParams(max_tokens=45), tools=tools, use_tqdm=False, **how
-    )
-    assert short.outputs[0].finish_reason == "length"
-    assert "tool_calls" not in short.outputs[0].message
+    alone = [asked(i) for i in range(2)]
+    for finish, calls in alone:
+        assert (finish, len(calls)) == ("tool_calls", 1)
+        said = json.loads(calls[0]["arguments"])
+        assert 0 <= said["n"] <= 99
+        assert set(said) <= {"n", "kind"}
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(asked, range(2))] == alone
+    # The arguments have no room: no call is delivered.
+    assert asked(0, max_tokens=45) == ("length", [])

@@ -26,6 +26,7 @@ from dllm_jax.structured.limits import Budget
 from dllm_jax.structured.offers import BadTool, offered
 from dllm_jax.structured.regex import accepts, byte_automaton
 from dllm_jax.structured.tools import Piece, Tool, Tools, Turn
+from tests.structured.texts import many_tools
 
 CITY = '{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}'
 SUM = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
@@ -369,23 +370,28 @@ def test_prose_under_auto_is_the_text_without_tools(llm):
     assert output.message == {"role": "assistant", "content": plain.outputs[0].text}
 
 
-NUMBER = {
-    "type": "object",
-    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["n"],
-}
-
-
 @pytest.mark.long
-def test_tools_that_do_not_fit_are_held_call_by_call(llm, monkeypatch):
-    tools = [tool("a", parameters=NUMBER)]
-    monkeypatch.setattr(grammar, "MOST_WHOLE", 0)
-    how = {"tool_choice": "required", "parallel_tool_calls": False, "tool_format": "hermes"}
-    params = dj.SamplingParams(max_tokens=90)
-    (output,) = llm.chat(ASK, params, tools=tools, use_tqdm=False, **how)
-    text = output.outputs[0]
-    assert text.finish_reason == "stop"
-    assert check_calls(text, tools) == text.text.count(OPEN) == 1
+def test_24_tools_are_called_in_stages_alone_and_together(llm, monkeypatch):
+    # The model's own template with calls. It shows no tools: their prompt would be too long.
+    call = '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
+    call += "{{ c.function.arguments | tojson }}}\n</tool_call>"
+    calls = "{% for m in messages %}{% for c in m.tool_calls or [] %}" + call
+    calls += "{% endfor %}{% endfor %}{# tools #}"
+    template = llm.tokenizer.chat_template
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template + calls)
+    tools, talks = many_tools(), [ASK, [{"role": "user", "content": "Ben has 9 dollars."}]]
+    how = {"tool_choice": "required", "parallel_tool_calls": False, "use_tqdm": False}
+    params = dj.SamplingParams(max_tokens=150)
+    together = llm.chat(talks, params, tools=tools, **how)
+    for talk, output in zip(talks, together, strict=True):
+        (text,) = output.outputs
+        assert text.finish_reason == "stop"
+        assert check_calls(text, tools) == text.text.count(OPEN) == 1
+        (alone,) = llm.chat(talk, params, tools=tools, **how)
+        assert alone.outputs[0].token_ids == text.token_ids
+    params = dj.SamplingParams(max_tokens=45)  # the arguments have no room
+    ((text,),) = [one.outputs for one in llm.chat(ASK, params, tools=tools, **how)]
+    assert (text.finish_reason, "tool_calls" in text.message) == ("length", False)
 
 
 ONES = SimpleNamespace(  # two ones or more, then a two

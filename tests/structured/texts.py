@@ -35,3 +35,12 @@ def of_shapes(llm, shapes) -> Toy:
             state = int(rows[state][number])
         accepting[state] = True
     return closed(class_of, np.stack(rows).astype(np.int32), np.array(accepting), 1)
+
+
+def many_tools():
+    """24 tools that one automaton does not hold; a schema has few states and many bytes."""
+    kinds = [f"one_of_the_kinds_of_this_tool_that_begin_alike_{i}" for i in range(9)]
+    fields = {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "kind": {"enum": kinds}}
+    schema = {"type": "object", "properties": fields, "required": ["n"]}
+    named = [{"name": f"tool_{i:02}", "parameters": schema} for i in range(24)]
+    return [{"type": "function", "function": one} for one in named]
