@@ -15,7 +15,7 @@ from dllm_jax import structured
 from dllm_jax.api.calls import message_of
 from dllm_jax.structured.forms import FORMS, MARKS, is_json, kind_of, written
 from dllm_jax.structured.limits import UNREACHABLE, Budget, distances
-from dllm_jax.structured.tools import Tool, Tools, Turn, _joined
+from dllm_jax.structured.tools import Tool, Tools, Turn, joined
 
 WEATHER = Tool(
     "get_weather",
@@ -54,7 +54,7 @@ def read(tools, letters, marks, draw=None):
         size = len(letters) if draw is None else draw.choice((1, 2, 5, 40))
         pieces += turn.feed(letters[at : at + size])
         at += size
-    return _joined(pieces + turn.feed([], last=True))
+    return joined(pieces + turn.feed([], last=True))
 
 
 def automaton_of(tools, marks):
