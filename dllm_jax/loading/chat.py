@@ -4,6 +4,7 @@ Data flow: model -> template (the folder's own, else the one shipped here for it
 The text holds its special tokens by name, so it is encoded without further ones.
 """
 
+import contextlib
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -231,7 +232,14 @@ def render(
         )
 
     try:
-        return contents.rendered(fill, said)
+        try:
+            return contents.rendered(fill, said)
+        except Exception:  # many templates take one system turn, the first
+            if (joined := turns.systems_first(said)) is None:
+                raise
+            with contextlib.suppress(Exception):
+                return contents.rendered(fill, joined)
+            raise
     except contents.Lost as error:
         role = _short(said[error.place].get("role"))
         raise ValueError(

@@ -103,6 +103,16 @@ def plain(turns: Sequence[Mapping[str, Any]], is_answered: bool = True) -> list[
     return found
 
 
+def systems_first(turns: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]] | None:
+    """The turns with the texts of all system turns in one, the first; None: they are already so."""
+    places = [i for i, turn in enumerate(turns) if turn.get("role") == "system"]
+    texts = [turns[i].get("content") for i in places]
+    if places in ([], [0]) or not all(isinstance(text, str) for text in texts):
+        return None
+    others = [turn for turn in turns if turn.get("role") != "system"]
+    return [{"role": "system", "content": "\n\n".join(map(str, texts))}, *others]
+
+
 def _thoughts(turn: Mapping[str, Any]) -> Any:
     return turn.get("reasoning_content") or turn.get("reasoning")
 

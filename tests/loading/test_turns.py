@@ -183,6 +183,36 @@ def test_control_tokens_in_callers_strings_are_text():
             assert f"q{hostile}q<|end|>" in text
 
 
+ONE_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('once') }}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+SYSTEM_LOST = (
+    "{% for m in messages %}{% if m.role != 'system' or loop.first %}[{{ m.role }}]{{ m.content }}"
+    "{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [ONE_SYSTEM, SYSTEM_LOST])
+def test_system_turns_amid_the_others_join_the_first_where_the_template_takes_one(template):
+    system, again = ({"role": "system", "content": text} for text in ("Be brief.", "It is May."))
+
+    def rendered(talk, template):
+        reader = _Reader()
+        reader.chat_template = template
+        defaults = SimpleNamespace(family="llama")
+        model: Any = SimpleNamespace(source="x", defaults=defaults, tokenizer=reader)
+        return chat.render(model, talk)
+
+    for talk in ([system, ASK, again], [system, again, ASK]):
+        assert rendered(talk, template) == "[system]Be brief.\n\nIt is May.[user]Oslo?"
+    assert rendered([ASK, again], template) == "[system]It is May.[user]Oslo?"
+    every = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    assert rendered([ASK, again], every) == "[user]Oslo?[system]It is May."
+    with pytest.raises(ValueError, match="never"):
+        rendered([ASK, again], "{{ raise_exception('never') }}")
+
+
 def test_the_models_own_marks_in_echoed_thoughts_are_no_tokens_but_thoughts():
     turn = turns.thoughts_apart({"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes."})
     assert turn == {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
