@@ -178,7 +178,9 @@ def _check_text(path: str, text: SavedText, fresh: Placement, vocab_size: int) -
 def _restore(sequence: Sequence, text: SavedText, written: int, device: ModelRunner) -> None:
     """Set a sequence that is not admitted yet to the saved state of the text."""
     sequence.placement, sequence.capacity = text.placement, written
-    if text.slot is None or device.layout.starts_over:
+    # What was kept of earlier tokens is not saved.
+    is_kept = not (device.layout.starts_over or text.params.reads_written)
+    if text.slot is None or not is_kept:
         return
     if len(text.slot) != device.num_words:
         raise SnapshotError(

@@ -259,8 +259,6 @@ def _record(active: ActiveRequest, sequence: Sequence) -> Record | None:
         sequence.tail,
         sequence.finish_reason,
         placement.limit,
-        layout.block_size,
-        layout.align,
         {**layout.law, **placement.sampling._asdict(), "knobs": dict(placement.knobs)},
     )
 

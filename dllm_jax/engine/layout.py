@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 from dllm_jax.engine import checks
-from dllm_jax.engine.record import Align, align_of
 
 # How the rows of a prefill pass see each other: their block and those before it, tokens up to their
 # own, or every row. Text after a prompt of kind "full" is recomputed as "blocks".
@@ -194,11 +193,6 @@ class EngineLayout:
         """Tokens that a chunk of several steps may emit a row; it ends before it exceeds them."""
         most = max(WINDOWS_PER_CHUNK * self.window, TOKENS_PER_STEP * self.max_steps_per_chunk)
         return min(most, self.max_model_len)
-
-    @property
-    def align(self) -> Align:
-        """Where blocks begin (`Record.align`)."""
-        return align_of(self.is_grid, self.in_window, self.token_a_step)
 
     @property
     def num_kept(self) -> int:

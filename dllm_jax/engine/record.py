@@ -60,9 +60,6 @@ class Record:
     Attributes:
         prompt_ids: Of the prompt [P].
         length: Tokens of the text.
-        block_size: Tokens of a block.
-        align: Where blocks begin: "grid", at multiples of their size; "prompt", at the prompt's
-            end; "causal", each token is a block; "window", the whole text is one.
         last: Last position that bears on the text; writes after it are left out.
         position, step, token: Of each write [E]. A step counts forwards from 0, prefill apart; -1
             is the end of the prompt, which predicts the first token of `ar`.
@@ -71,14 +68,12 @@ class Record:
         is_edit: The write replaced another token [E].
         law: What the law is of: model, strategy and its fields, sampling, `finish_reason`.
         kept: What `dj.record` was asked to keep. Of each cell that was asked for, in each forward:
-            `read_position`, `read_step`, and what `keep` names. Of positions in `logits_at`:
+            `position`, `step`, and what `keep` names. Of positions in `logits_at`:
             `logits_position`, `logits_step`, `logits`.
     """
 
     prompt_ids: np.ndarray
     length: int
-    block_size: int
-    align: Align
     last: int
     position: np.ndarray
     step: np.ndarray
@@ -87,6 +82,20 @@ class Record:
     is_edit: np.ndarray
     law: Mapping[str, Any]
     kept: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.law["block_size"]
+
+    @property
+    def align(self) -> Align:
+        """Where blocks begin.
+
+        "grid": at multiples of their size; "prompt": at the prompt's end; "causal": each token is a
+        block; "window": the whole text is one.
+        """
+        return self.law["align"]
 
     @property
     def steps(self) -> np.ndarray:
@@ -111,9 +120,7 @@ def record_of(
     length: int,
     ends_with: str | None,
     limit: int,
-    block_size: int,
-    align: Align,
-    writes: Mapping[str, np.ndarray],
+    writes: Mapping[str, Any],
     law: Mapping[str, Any],
     kept: Mapping[str, np.ndarray] | None = None,
 ) -> Record:
@@ -122,8 +129,9 @@ def record_of(
     Args:
         ends_with: The finish reason.
         limit: First position that may not be emitted.
-        writes: `position`, `step`, `token`, `log_prob` and `is_edit`.
+        writes: `position`, `step`, `token`, `log_prob` and `is_edit`, as far as there are any.
     """
+    align, block_size = law["align"], law["block_size"]
     final = len(prompt) + length - (ends_with != "stop")  # the last token, or the stop id
     last = final
     if align == "window":
@@ -131,14 +139,12 @@ def record_of(
     elif align != "causal":
         origin = len(prompt) if align == "prompt" else 0
         last = origin + ((final - origin) // block_size + 1) * block_size - 1
-    arrays = {name: np.asarray(writes[name], kind) for name, kind in WRITES.items()}
+    arrays = {name: np.asarray(writes.get(name, ()), kind) for name, kind in WRITES.items()}
     chosen = np.flatnonzero(arrays["position"] <= last)
     order = np.lexsort((arrays["position"][chosen], arrays["step"][chosen]))
     return Record(
         prompt_ids=np.asarray(prompt, np.int32),
         length=length,
-        block_size=block_size,
-        align=align,
         last=last,
         **{name: array[chosen[order]] for name, array in arrays.items()},
         law={**law, "finish_reason": ends_with},
@@ -153,8 +159,6 @@ def record_of_last(
     tail: Tail | None,
     ends_with: str | None,
     limit: int,
-    block_size: int,
-    align: Align,
     law: Mapping[str, Any],
 ) -> Record:
     """A record of the last writes to a text and to the cells after it; as `record_of`."""
@@ -167,24 +171,16 @@ def record_of_last(
         writes += tail.written
     chosen = [i for i, one in enumerate(writes) if ids[i] is not None and one.step > -2]
     columns = {
-        "position": np.array([positions[i] for i in chosen]),
-        "step": np.array([writes[i].step for i in chosen]),
-        "token": np.array([ids[i] for i in chosen]),
-        "log_prob": np.array([writes[i].law for i in chosen]),
-        "is_edit": np.zeros(len(chosen), bool),
+        "position": [positions[i] for i in chosen],
+        "step": [writes[i].step for i in chosen],
+        "token": [ids[i] for i in chosen],
+        "log_prob": [writes[i].law for i in chosen],
+        "is_edit": [False] * len(chosen),
     }
-    sizes = limit, block_size, align
-    return record_of(prompt, len(tokens), ends_with, *sizes, columns, law)
+    return record_of(prompt, len(tokens), ends_with, limit, columns, law)
 
 
-def align_of(is_grid: bool, in_window: bool, token_a_step: bool) -> Align:
-    """`Record.align` of a strategy's needs."""
-    if in_window:
-        return "window"
-    return "grid" if is_grid else "causal" if token_a_step else "prompt"
-
-
-_FACTS = ("length", "block_size", "align", "last", "law")
+_FACTS = ("length", "last", "law")
 _ARRAYS = ("prompt_ids", *WRITES)
 
 

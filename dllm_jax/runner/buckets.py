@@ -15,6 +15,7 @@ import numpy as np
 
 from dllm_jax.engine import checks
 from dllm_jax.engine.layout import PAGE_SIZE, TILE_OF_KEYS, EngineConfig, EngineLayout
+from dllm_jax.engine.record import Align
 from dllm_jax.kernels import hopper
 from dllm_jax.loading.model import Model
 from dllm_jax.models.dense import DenseConfig
@@ -156,7 +157,16 @@ def law_of(model: Model, strategy: Any) -> dict[str, Any]:
         "kv_dtype": str(model.kv_dtype),
         "strategy": strategy.name,
         "settings": plain_settings(strategy),
+        "block_size": strategy.block_size,
+        "align": _align(strategy),
     }
+
+
+def _align(strategy: Any) -> Align:
+    needs = strategy.needs
+    if needs.prompt.in_window:
+        return "window"
+    return "grid" if needs.prompt.is_grid else "causal" if needs.token_a_step else "prompt"
 
 
 def plain_settings(strategy: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from dllm_jax.api import generate
-from dllm_jax.engine.record import Record, align_of, record_of_last
+from dllm_jax.engine.record import Record, record_of_last
 from dllm_jax.engine.requests import DraftMetrics
 from dllm_jax.loading import chat
 from dllm_jax.loading.model import Model
@@ -180,7 +180,7 @@ def sweep(
             setting, number = divmod(first + b, len(ids))
             own = strategy.replace(**settings[setting])
             law = {**law_of(model, own), "temperature": temperature, "top_k": 0, "top_p": 1.0}
-            recorded(setting, number, _record(own, state, b, ids[number], law))
+            recorded(setting, number, _record(state, b, ids[number], law))
         while (begin := len(outcomes) * len(ids)) + len(ids) <= first + count and begin < total:
             rows = slice(begin, begin + len(ids))
             part = [np.concatenate(leaf)[rows] for leaf in zip(*parts, strict=True)]
@@ -202,11 +202,9 @@ def _keeping(session: generate.Session, num_tokens: int) -> generate.Session:
     return session.replace(state=session.state.replace(written=written))
 
 
-def _record(
-    strategy: Any, state: DecodeState, b: int, prompt: Sequence[int], law: Mapping[str, Any]
-) -> Record:
+def _record(state: DecodeState, b: int, prompt: Sequence[int], law: Mapping[str, Any]) -> Record:
     """The record of row `b` of a final state on the host."""
-    needs, length = strategy.needs, int(state.output_len[b])
+    length = int(state.output_len[b])
     buffer, held = jax.tree.map(lambda leaf: leaf[b], (state.buffer, state.written))
     return record_of_last(
         prompt,
@@ -215,8 +213,6 @@ def _record(
         tail_of(buffer, held, length),
         FINISH_REASONS[int(state.finish[b])],
         int(buffer.limit),
-        strategy.block_size,
-        align_of(needs.prompt.is_grid, needs.prompt.in_window, needs.token_a_step),
         law,
     )
 

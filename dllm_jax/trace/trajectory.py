@@ -20,7 +20,7 @@ from dllm_jax.api import generate
 from dllm_jax.api.drafts import bind_draft
 from dllm_jax.api.strategy import resolve_strategy
 from dllm_jax.engine.checks import token_ids, whole_number
-from dllm_jax.engine.record import WRITES, Align, Record, align_of, record_of
+from dllm_jax.engine.record import Record, record_of
 from dllm_jax.loading.load import load
 from dllm_jax.loading.model import Model
 from dllm_jax.loading.tokenizer import encode
@@ -29,6 +29,7 @@ from dllm_jax.runner.buckets import law_of, plain_settings
 from dllm_jax.runner.forward import ModelForward
 from dllm_jax.strategies.core import driver
 from dllm_jax.strategies.core.protocol import bind_knobs
+from dllm_jax.strategies.core.recording import BEFORE_FIRST
 from dllm_jax.strategies.core.state import ERROR, FINISH_REASONS, RUNNING, STUCK
 from dllm_jax.strategies.testing.recording import NOT_READ, recorded_step
 
@@ -69,8 +70,6 @@ class Step:
         commit_len: Tokens that were committed.
         settled_len: Leading cells that cannot change any more.
         nfe: Forwards spent.
-        written: Cells that the step decided: those accepted or edited, each cell of a canvas, and
-            in the first step a first token that the end of the prompt predicted.
         log_prob: Log-probability of the cell's token, in a hole of the prediction, under the law
             that is drawn from; NaN for none.
         kept: What `record` was asked to keep; not in JSON.
@@ -86,7 +85,6 @@ class Step:
     commit_len: int
     settled_len: int
     nfe: int
-    written: np.ndarray
     log_prob: np.ndarray
     kept: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
@@ -105,7 +103,7 @@ class Trajectory:
         settings: Fields of the strategy, by name.
         steps: One record for each decode step, in order.
         error: Message if it ended with "error", else None.
-        law: What `Record.law` says, and `align`.
+        law: What `Record.law` says.
     """
 
     prompt: list[int]
@@ -117,7 +115,7 @@ class Trajectory:
     settings: Mapping[str, Any]
     steps: list[Step]
     error: str | None = None
-    law: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"align": "grid"})
+    law: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def nfe(self) -> int:
@@ -195,7 +193,7 @@ def record(
         prompt: Token ids, or a text, which is encoded without a chat template; or a list of such.
         strategy: A value, name, import path or step function; None is the family's default.
         keep: What `Record.kept` holds of each cell that the strategy asked for, in each forward:
-            "token", "confidence", "entropy", "log_prob" (of the token that was proposed) and "top"
+            "token" that was proposed, its "confidence", "entropy" and "log_prob", and "top"
             (`top_ids` and `top_log_probs` of the raw logits).
         num_top: Ids of "top".
         logits_at: Positions whose raw logits are kept, prompt included.
@@ -272,48 +270,47 @@ def _trajectory(
         settings=plain_settings(strategy),
         steps=steps,
         error=_error(strategy, finish, int(state.buffer.start[b])),
-        law={**law_of(model, strategy), **sampling, "align": _align(strategy)},
+        law=law_of(model, strategy) | sampling,
     )
 
 
 KEPT = ("token", "confidence", "entropy", "log_prob", "top")
 
 
-def _align(strategy: Any) -> Align:
-    needs = strategy.needs
-    return align_of(needs.prompt.is_grid, needs.prompt.in_window, needs.token_a_step)
-
-
 def _record_of(trajectory: Trajectory) -> Record:
     """The writes of a trajectory, and what was kept of its reads."""
-    columns: dict[str, list[np.ndarray]] = {name: [] for name in WRITES}
-    kept: dict[str, list[np.ndarray]] = {}
+    columns: dict[str, list[np.ndarray]] = {}
+
+    def add(**values: np.ndarray) -> None:
+        for name, column in values.items():
+            columns.setdefault(name, []).append(column)
+
     nfe = 0
     for step in trajectory.steps:
-        where = step.written.ravel()
-        first = step.before.tokens.ravel()[where] >= 0 if not nfe else np.zeros(where.sum(), bool)
-        columns["position"].append(step.before.start + np.flatnonzero(where))
-        columns["step"].append(np.where(first & ~step.edited.ravel()[where], -1, nfe))
-        columns["token"].append(step.after.tokens.ravel()[where])
-        columns["log_prob"].append(step.log_prob.ravel()[where])
-        columns["is_edit"].append(step.edited.ravel()[where])
+        before, after, edited = step.before.tokens.ravel(), step.after.tokens.ravel(), step.edited
+        position = step.before.start + np.arange(len(after))
+        # Before its first forward a text has at most what the end of the prompt predicts.
+        given = (nfe == 0) & (before >= 0) & (position >= len(trajectory.prompt))
+        for where, number in ((given, BEFORE_FIRST), ((step.accepted | edited).ravel(), nfe)):
+            place, token = position[where], (before if number < 0 else after)[where]
+            numbers = np.full(len(place), number)
+            add(position=place, step=numbers, token=token, log_prob=step.log_prob.ravel()[where])
+            add(is_edit=edited.ravel()[where] & (number >= 0))
         for name, values in step.kept.items():
-            kept.setdefault(name, []).append(values)
-            if name.endswith("_position"):
-                own = np.full(len(values), nfe, np.int32)
-                kept.setdefault(name.replace("position", "step"), []).append(own)
+            add(**{f"kept.{name}": values})
+            if name.endswith("position"):
+                name = name.removesuffix("position")
+                add(**{f"kept.{name}step": np.full(len(values), nfe, np.int32)})
         nfe += step.nfe
-    law = dict(trajectory.law)
+    joined = {name: np.concatenate(parts) for name, parts in columns.items()}
     return record_of(
         trajectory.prompt,
         len(trajectory.tokens),
         trajectory.finish_reason,
         trajectory.limit,
-        trajectory.steps[0].after.tokens.shape[1] if trajectory.steps else 0,
-        law.pop("align"),
-        {name: np.concatenate(parts or [np.zeros(0)]) for name, parts in columns.items()},
-        law,
-        {name: np.concatenate(parts) for name, parts in kept.items()},
+        joined,
+        trajectory.law,
+        {name.removeprefix("kept."): v for name, v in joined.items() if name.startswith("kept.")},
     )
 
 
@@ -359,24 +356,22 @@ def _ids(model: Model, prompt: str | Sequence[int]) -> Sequence[int]:
 
 def _from_device(one: Any, keep: Sequence[str], logits_at: Sequence[int]) -> Step:
     """A `StepRecord` of one row, in NumPy."""
-    rows = one.rows.reshape(-1, one.rows.shape[-1])
-    asked = np.flatnonzero(~np.isnan(one.confidence.ravel()))
-    size = rows.shape[1] // 2  # two numbers of the token, then M ids and their M numbers
-    columns = {
-        "token": lambda: {"read_token": one.predicted.ravel()[asked]},
-        "confidence": lambda: {"confidence": one.confidence.ravel()[asked]},
-        "entropy": lambda: {"entropy": one.entropy.ravel()[asked]},
-        "log_prob": lambda: {"read_log_prob": rows[asked, 0]},
-        "top": lambda: {
-            "top_ids": rows[asked, 2 : 1 + size].astype(np.int32),
-            "top_log_probs": rows[asked, 1 + size : 2 * size],
-        },
+    rows, size = one.rows, one.predicted.size
+    num_top = rows.shape[-1] // 2 - 1  # two numbers, M ids, M numbers, the step
+    said = {
+        "position": int(one.before.start) + np.arange(size, dtype=np.int32),
+        "token": one.predicted,
+        "confidence": one.confidence,
+        "entropy": one.entropy,
+        "log_prob": rows[..., 0],
+        "top_ids": rows[..., 2 : 2 + num_top],
+        "top_log_probs": rows[..., 2 + num_top : -1],
     }
-    kept: dict[str, np.ndarray] = {}
-    if keep:
-        kept["read_position"] = (int(one.before.start) + asked).astype(np.int32)
-    for name in keep:
-        kept |= columns[name]()
+    names = ["position", *(name for name in said if name.startswith(tuple(keep)))] if keep else ()
+    asked = ~np.isnan(one.confidence.ravel())
+    kept = {name: said[name].reshape(size, *said[name].shape[2:])[asked] for name in names}
+    if "top" in keep:
+        kept["top_ids"] = kept["top_ids"].astype(np.int32)
     if one.logits is not None:
         known = ~np.isnan(one.logits).any(axis=1)
         kept["logits_position"] = np.asarray(logits_at, np.int32)[known]
@@ -397,8 +392,7 @@ def _from_device(one: Any, keep: Sequence[str], logits_at: Sequence[int]) -> Ste
         commit_len=int(one.commit_len),
         settled_len=int(one.settled_len),
         nfe=int(one.nfe),
-        written=one.written,
-        log_prob=one.rows[..., 0],
+        log_prob=rows[..., 0],
         kept=kept,
     )
 
@@ -424,8 +418,6 @@ def _step(facts: Mapping[str, Any]) -> Step:
     def cells(name: str, kind: Any) -> np.ndarray:
         return np.asarray(facts[name], kind)
 
-    taken = cells("accepted", bool) | cells("edited", bool)
-    none = np.full(taken.shape, np.nan, np.float32)
     return Step(
         before=window("before"),
         after=window("after"),
@@ -437,8 +429,9 @@ def _step(facts: Mapping[str, Any]) -> Step:
         commit_len=facts["commit_len"],
         settled_len=facts["settled_len"],
         nfe=facts["nfe"],
-        written=cells("written", bool) if "written" in facts else taken,  # since 0.1
-        log_prob=cells("log_prob", np.float32) if "log_prob" in facts else none,
+        log_prob=cells("log_prob", np.float32)
+        if "log_prob" in facts
+        else cells("entropy", np.float32) * np.nan,
     )
 
 

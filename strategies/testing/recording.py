@@ -30,7 +30,6 @@ class StepRecord(struct.PyTreeNode):
             answers in one step the last that names the token now in the cell, else the last.
         confidence: Its probability, as the strategy asked for it; NaN where there is none.
         entropy: Of the law it is from, in nats; NaN where there is none.
-        written: Cells that hold what this step decided, its first token by the prompt included.
         rows: Log-probabilities of cells that were asked for, as of `core.recording.written`.
         logits: Raw logits at the positions that were named; NaN where nothing was asked.
         accepted: Holes that were filled.
@@ -43,7 +42,6 @@ class StepRecord(struct.PyTreeNode):
     predicted: Int[Array, "B K S"]
     confidence: Float[Array, "B K S"]
     entropy: Float[Array, "B K S"]
-    written: Bool[Array, "B K S"]
     rows: Float[Array, "B K S F"]
     logits: Float[Array, "B P V"] | None
     accepted: Bool[Array, "B K S"]
@@ -81,14 +79,13 @@ def recorded_step(
         before,
     )
     said = _one_answer([answer.stats for answer in recorder.answers], after)
-    changed, rows = written(strategy, recorder, state, stepped, num_top)
+    _, rows = written(strategy, recorder, state, stepped, num_top)
     record = StepRecord(
         before=before,
         after=after,
         predicted=jnp.where(jnp.isnan(said.confidence), NOT_READ, said.token),
         confidence=said.confidence,
         entropy=said.entropy,
-        written=changed & wrote[:, None, None],
         rows=rows,
         logits=None if logits_at is None else _logits(recorder.answers, before, logits_at),
         accepted=after.filled & ~before.filled,

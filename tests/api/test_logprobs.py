@@ -186,8 +186,8 @@ def test_file_holds_the_records_and_what_was_kept(tmp_path):
         for name, values in record.kept.items():
             np.testing.assert_array_equal(values, again.kept[name])
         kept = record.kept
-        reads = list(zip(kept["read_position"], kept["read_step"], strict=True))
-        np.testing.assert_allclose(kept["read_log_prob"], np.log(kept["confidence"]), atol=1e-4)
+        reads = list(zip(kept["position"], kept["step"], strict=True))
+        np.testing.assert_allclose(kept["log_prob"], np.log(kept["confidence"]), atol=1e-4)
         for at, step, logits in zip(
             kept["logits_position"], kept["logits_step"], kept["logits"], strict=True
         ):

@@ -63,7 +63,6 @@ def decoded(name, windows):
                 commit_len=0,
                 settled_len=int(np.argmin(np.append(now.ravel(), -1) >= 0)),
                 nfe=1,
-                written=was != now,
                 log_prob=sure - 1,
             )
         )

@@ -72,7 +72,6 @@ def step(before, after, said=None, commit=0, settled=0):
         commit_len=commit,
         settled_len=settled,
         nfe=1,
-        written=was != now,
         log_prob=sure - 1,
     )
 
