@@ -139,7 +139,7 @@ def _draw_stored(args: argparse.Namespace) -> int:
         drawn(facts, Path(args.plot))
     except OSError as error:
         raise UsageError(f"--plot-from {args.plot_from!r}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError):
         raise UsageError(
             f"--plot-from {args.plot_from!r} holds no result; give what --output of eval or tune "
             "wrote"

@@ -131,6 +131,11 @@ def test_50_1_a_run_that_was_cut_off_goes_on(random_folder, tmp_path, monkeypatc
     drawn = svg.read_text()
     for text in ("hard, 2 problems", "multi_bd (points: accept_threshold)", ">0.9<"):
         assert text in drawn
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "list.json").write_text('{"curves": [[]]}')
+    for name in ("deep", "list"):
+        spoilt = str(tmp_path / f"{name}.json")
+        assert main(["eval", "--plot-from", spoilt, "--plot", str(svg)]) == 2
     for file, plotted in ((__file__, str(svg)), (str(out), None), ("none", str(svg))):
         more = [] if plotted is None else ["--plot", plotted]
         assert main(["eval", "--plot-from", file, *more]) == 2
