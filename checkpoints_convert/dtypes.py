@@ -31,7 +31,7 @@ def as_dtype(name: str) -> np.dtype[Any]:
     Raises:
         ValueError: `name` is no weight type.
     """
-    if name not in _NAMES:
+    if not isinstance(name, str) or name not in _NAMES:
         raise ValueError(f"dtype={name!r} is not supported; use one of {', '.join(_NAMES)}")
     return STORED[_NAMES[name]]
 

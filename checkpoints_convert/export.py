@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .copying import KeyPath
-from .dtypes import STORED, raw
+from .dtypes import STORED, all_finite, raw
 from .packed import FP8_DYNAMIC, KEYS
 from .rules import Array, Placement, Tensor, find, placements, tensor_shapes
 from .scaled import E4M3, Scaled
@@ -127,7 +127,13 @@ def _leaves(
         def write(leaf: KeyPath, value: Any) -> None:
             for place in parts[leaf]:
                 for name, part, kind in _tensors(place, value, kinds[place.name]):
-                    found = np.ascontiguousarray(part, kind)
+                    with np.errstate(over="ignore"):  # to Inf, which is refused
+                        found = np.ascontiguousarray(part, kind)
+                    if kind != E4M3 and not all_finite(found):
+                        raise ValueError(
+                            f"{name} holds NaN or Inf as {typed[kind]}, which load refuses; "
+                            "give another dtype, or train again"
+                        )
                     before = place.start * (found.nbytes // place.shape[0])
                     file.seek(_ALIGNMENT + len(text) + first[name] + before)
                     file.write(raw(found).data.cast("B"))

@@ -76,5 +76,9 @@ def test_50_4_other_weights_types_and_decoding_are_kept(tmp_path):
     np.testing.assert_allclose(small.params["embed"], half["embed"], rtol=1e-2)
     with pytest.raises(FileExistsError, match="exists already"):
         dj.save(model, tmp_path / "made")
+    large = model.replace(params=model.params | {"final_norm": model.params["final_norm"] * 1e6})
+    with pytest.raises(ValueError, match=r"model.norm.weight holds NaN or Inf as F16"):
+        dj.save(large, tmp_path / "large", dtype="float16")
+    assert not (tmp_path / "large").exists()
     with pytest.raises(ValueError, match="is in 8 bits or on several devices"):
         dj.save(dj.load("builtin:tiny-sdar", quantization="fp8"), tmp_path / "x")
