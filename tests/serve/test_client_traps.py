@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.serve import test_http
-from tests.serve.driving import CHAT, ROOT, TEXT, scripted
+from tests.serve.driving import CHAT, PATIENCE_S, ROOT, TEXT, scripted
 
 pytestmark = pytest.mark.long
 
@@ -20,7 +20,7 @@ USER = {"role": "user", "content": "hi"}
 
 
 def check_neutral_fields(server):
-    fields = {"logprobs": None, "repetition_penalty": 1.0, "presence_penalty": 0, "tools": []}
+    fields = {"min_p": None, "repetition_penalty": 1.0, "presence_penalty": 0, "tools": []}
     assert server.chat(max_tokens=4, **fields)[0] == 200
 
 
@@ -41,10 +41,12 @@ def check_values(server):
     assert server.chat(top_k=0, max_tokens=4)[0] == 200
 
 
-def check_one_request_id(server):
+def check_one_request_id(server, patience_s=PATIENCE_S):
     body, headers = {"messages": [USER], "max_tokens": 400}, {"x-request-id": "same"}
     with ThreadPoolExecutor(2) as pool:
-        answers = pool.map(lambda _: server.request("POST", CHAT, body, headers, 5), range(2))
+        answers = pool.map(
+            lambda _: server.request("POST", CHAT, body, headers, patience_s), range(2)
+        )
         assert [one[0] for one in answers] == [200, 200]
 
 
@@ -73,7 +75,7 @@ CHECKS = {
     "test_hostile_json": check_hostile_json,
     "test_nothing_is_divided_by_for_ar": check_causal,
 }
-EVENT = 'return b"data: " + _ENCODER.encode(content) + b"\\n\\n"'
+EVENT = 'return b"data: " + _json(content) + b"\\n\\n"'
 DATA_ONLY, MESSAGES = "test_stream_lines_are_data_only", "test_messages_as_clients_write_them"
 VALUES = "test_values_of_other_servers_clients"
 # Trap -> check, file, expression, what replaces it.
@@ -135,8 +137,8 @@ TWINS = {
     "lax_json": (
         "test_hostile_json",
         "wire.py",
-        "return msgspec.json.decode(data)",
-        'return __import__("json").loads(data)',
+        "content = msgspec.json.decode(data)",
+        'content = __import__("json").loads(data)',
     ),
     "redirects": ("test_methods", "app.py", "redirect_slashes=False", "redirect_slashes=True"),
     "diffusion_of_ar": (
@@ -180,6 +182,8 @@ def test_a_twin_with_the_trap_is_noticed(tmp_path, trap):
     path.write_text(text.replace(old, new), encoding="utf-8")
     noticed = pytest.raises((AssertionError, LookupError, TimeoutError, TypeError, ValueError))
     with scripted(tmp_path, root=root, **settings_of(CHECKS[name])) as server, noticed:
+        if CHECKS[name] is check_one_request_id:
+            check_one_request_id(server, 5)  # one of the two is never answered
         CHECKS[name](server)
 
 
