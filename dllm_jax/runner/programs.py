@@ -198,30 +198,21 @@ def new_state(
     programs: Programs, num_pages: int, page_size: int, knobs: tuple[str, ...]
 ) -> DecodeState:
     """Every slot empty, and pools without content."""
-    split, sizes = programs.model.split, (num_pages, page_size, knobs)
+
+    def own(programs: Programs) -> DecodeState:
+        words = packing.request_fields(programs.window)
+        ints = jnp.zeros((words.size,), jnp.int32).at[words.span["given"]].set(-1)
+        slot = _fresh(programs, ints, jnp.zeros((2 + len(knobs),), jnp.float32), knobs)
+        slot = slot.replace(finish=jnp.full_like(slot.finish, EMPTY))
+        slots = jax.tree.map(lambda leaf: jnp.repeat(leaf, programs.spec.num_slots, axis=0), slot)
+        made_from = programs.strategy, programs.model, programs.aux
+        pools = decoding.new_pools(*made_from, num_pages, page_size)
+        return _at_rest(slots.replace(pools=pools))
+
+    split = programs.model.split
     if split is None:
-        return _own_state(programs, *sizes)
-    return split.run(
-        lambda programs: _own_state(programs, *sizes),
-        (programs,),
-        (_specs(programs, split),),
-        decoding.state_specs(split),
-    )
-
-
-def _own_state(
-    programs: Programs, num_pages: int, page_size: int, knobs: tuple[str, ...]
-) -> DecodeState:
-    """`new_state` on one device."""
-    words = packing.request_fields(programs.window)
-    ints = jnp.zeros((words.size,), jnp.int32).at[words.span["given"]].set(-1)
-    slot = _fresh(programs, ints, jnp.zeros((2 + len(knobs),), jnp.float32), knobs)
-    slot = slot.replace(finish=jnp.full_like(slot.finish, EMPTY))
-    slots = jax.tree.map(lambda leaf: jnp.repeat(leaf, programs.spec.num_slots, axis=0), slot)
-    pools = decoding.new_pools(
-        programs.strategy, programs.model, programs.aux, num_pages, page_size
-    )
-    return _at_rest(slots.replace(pools=pools))
+        return own(programs)
+    return split.run(own, (programs,), (_specs(programs, split),), decoding.state_specs(split))
 
 
 _SIZES = ("num_pages", "page_size", "knobs")
