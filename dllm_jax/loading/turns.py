@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 MOST_ARGUMENT_BYTES = 1 << 20  # of the calls of a conversation
+MOST_ID_CHARS = 256  # of a call
 # Signs of cuneiform: hardly used, and printable, so that `repr` keeps them.
 _OPEN, _CLOSE = "\U00012471", "\U00012472"
 _PIECES = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}")
@@ -139,8 +140,15 @@ def _call(call: Any, where: str) -> dict[str, Any]:
             "invalid_value",
         )
     name = given["name"]
+    call_id = str(call.get("id") or name)
+    if len(call_id) > MOST_ID_CHARS or not call_id.isprintable():
+        raise Unusable(
+            f"{where}.id={call_id!a:.60} is no id; give 1 to {MOST_ID_CHARS} visible characters",
+            f"{where}.id",
+            "invalid_value",
+        )
     return {
-        "id": str(call.get("id") or name),
+        "id": call_id,
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }

@@ -119,6 +119,8 @@ def test_turns_as_clients_write_them():
         (lambda t: t.pop(1), "messages[1].tool_call_id"),
         (lambda t: t[1].update(role="user"), "messages[1].tool_calls"),
         (lambda t: t[1].update(tool_calls=[3]), "messages[1].tool_calls[0]"),
+        (lambda t: t[1]["tool_calls"][0].update(id="\0"), "messages[1].tool_calls[0].id"),
+        (lambda t: t[1]["tool_calls"][0].update(id="x" * 257), "messages[1].tool_calls[0].id"),
         (
             lambda t: t[1]["tool_calls"][0]["function"].update(arguments="{"),
             "messages[1].tool_calls[0].function.arguments",
