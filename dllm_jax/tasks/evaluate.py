@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from dllm_jax.api import generate
+from dllm_jax.engine.layout import SamplingNumbers
 from dllm_jax.engine.record import Record, record_of_last
 from dllm_jax.engine.requests import DraftMetrics
 from dllm_jax.loading import chat
@@ -179,7 +180,7 @@ def sweep(
         for b in range(count if recorded is not None else 0):
             setting, number = divmod(first + b, len(ids))
             own = strategy.replace(**settings[setting])
-            law = {**law_of(model, own), "temperature": temperature, "top_k": 0, "top_p": 1.0}
+            law = law_of(model, own) | SamplingNumbers(temperature)._asdict()
             recorded(setting, number, _record(state, b, ids[number], law))
         while (begin := len(outcomes) * len(ids)) + len(ids) <= first + count and begin < total:
             rows = slice(begin, begin + len(ids))
