@@ -3,6 +3,8 @@
 Data flow: a body -> `wire.Chat` -> the request of the chat route -> pieces of turns -> items.
 """
 
+import base64
+import contextlib
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -169,6 +171,7 @@ def _turns(given: Any) -> tuple[list[dict[str, Any]], list[int]]:
                 said.append({"role": "assistant", "content": ""})
                 origins.append(i)
             text = _text(item.get("content") or [], f"{where}.content")
+            text = text or _unpacked(item.get("encrypted_content"))
             said[-1]["reasoning_content"] = text
             is_open = True
             continue
@@ -227,6 +230,23 @@ def _text(content: Any, where: str, is_result: bool = False) -> str:
             )
         found.append(str(part.get("text") or part.get("refusal") or ""))
     return "\n".join(found)
+
+
+# Thoughts in `encrypted_content`, by which clients that store nothing send them back.
+_OURS = "dllm."
+
+
+def _packed(text: str) -> str:
+    return _OURS + base64.b64encode(text.encode()).decode()
+
+
+def _unpacked(content: Any) -> str:
+    """The thoughts of an item; empty for another server's."""
+    if not isinstance(content, str) or not content.startswith(_OURS):
+        return ""
+    with contextlib.suppress(ValueError):
+        return base64.b64decode(content[len(_OURS) :], validate=True).decode()
+    return ""
 
 
 def _tools(tools: Any, space: str | None = None) -> Offered:
@@ -288,6 +308,8 @@ class ResponsesForm:
     ):
         self.texts, self._num_prompt_tokens = texts, num_prompt_tokens
         self._spaces, self._customs = tools.spaces, tools.customs
+        include = fields.get("include")
+        self._packs = isinstance(include, list) and "reasoning.encrypted_content" in include
         self._input = ""  # the arguments of an open custom call
         self._num_events = 0
         self._items: list[dict[str, Any]] = []  # that are whole
@@ -394,6 +416,8 @@ class ResponsesForm:
             (part,) = item["content"]
             is_text = item["type"] == "message"
             said = {"content_index": 0, "text": part["text"]}
+            if not is_text and self._packs:
+                item["encrypted_content"] = _packed(part["text"])
             if is_text:
                 yield self._more("output_text.done", **said, logprobs=part["logprobs"])
             else:

@@ -159,6 +159,24 @@ def test_responses(seed):
     assert [one["type"] for one in said["output"]] == [one["type"] for one in done]
 
 
+def test_thoughts_go_out_and_come_back_as_encrypted_content():
+    """A client that stores nothing sends them so; another server's are dropped."""
+    fields = {"include": ["reasoning.encrypted_content"]}
+    form = responses.ResponsesForm("m", 9, texts(), fields, IN_SPACE)
+    thoughts, *_ = whole(form, TEXT)["output"]
+    assert thoughts["content"][0]["text"] == "hm"
+    said = {"type": "message", "role": "assistant", "content": "Yes."}
+    for content, wanted in (
+        (thoughts["encrypted_content"], "hm"),
+        ("gAAA", None),
+        ("dllm.!", None),
+    ):
+        item = {"type": "reasoning", "summary": [], "encrypted_content": content}
+        body, *_ = responses.chat_of({"input": [item, said]})
+        assert [turn.reasoning_content or None for turn in body.messages] == [wanted]
+    assert "encrypted_content" not in whole(FORMS["responses"](), TEXT)["output"][0]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_custom_tool_has_a_text(seed):
     tools = [{"type": "custom", "name": "patch"}]
