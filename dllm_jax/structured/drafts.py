@@ -98,6 +98,9 @@ _MEANT = {  # what the value of a keyword must be
 }
 
 
+_OLD = re.compile(r"http://json-schema\.org/draft-0?\d/")
+
+
 class Document:
     """A schema as a whole: what its references lead to, and which draft it says it is of."""
 
@@ -106,8 +109,8 @@ class Document:
         self._places: dict[str, Any] = {"": root}
         self._bases: dict[int, str] = {}
         said = root.get("$schema") if isinstance(root, Mapping) else None
-        match = re.search(r"draft-0?(\d)", said) if isinstance(said, str) else None
-        self.is_old = match is not None  # siblings of a `$ref` say nothing
+        # Siblings of a `$ref` say nothing then. By other names judges take the newest draft.
+        self.is_old = isinstance(said, str) and _OLD.match(said) is not None
         _check_depth(root)
         self._find(root, "", False)
         self.name = self._bases.get(id(root), "")

@@ -75,6 +75,13 @@ TAKEN = [
         [1, "a"],
         ["null"],
     ),
+    (
+        "a sibling of a reference, in a draft by a name that no judge knows",
+        {"$schema": "https://json-schema.org/draft-07/schema"}
+        | {"definitions": {"x": WORD}, "$ref": "#/definitions/x", "maxLength": 1},
+        ["a"],
+        ['"ab"'],
+    ),
     ("percent signs", {"$defs": {"a b/%": WORD}, "$ref": "#/$defs/a%20b~1%25"}, ["ab"], ["1"]),
     ("an anchor", {"$defs": {"x": {"$anchor": "here"} | WORD}, "$ref": "#here"}, ["ab"], ["1"]),
     (
