@@ -25,7 +25,7 @@ _OVERLAY = {
 }
 
 
-def as_dtype(name: str) -> np.dtype[Any]:
+def as_dtype(name: object) -> np.dtype[Any]:
     """The NumPy type called `name`.
 
     Raises:

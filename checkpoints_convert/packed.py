@@ -90,6 +90,7 @@ class Scheme:
 
 
 _FLOAT: dict[str, Any] = {"kind": "float", "bits": 8, "values": "weight", "scale": "weight_scale"}
+_BLOCKWISE: dict[str, Any] = {**_FLOAT, "scale": "weight_scale_inv"}
 _FP4: dict[str, Any] = {"kind": "fp4", "bits": 4, "scale": "weight_scale", "group": _FP4_GROUP}
 _WORDS: dict[str, Any] = {"values": "qweight", "scale": "scales", "is_symmetric": False}
 
@@ -313,7 +314,7 @@ def _fp8(said: Mapping[str, Any]) -> Scheme:
     size = said.get("weight_block_size")
     return Scheme(
         name="fp8" if size is None else "fp8, blockwise",
-        **{**_FLOAT, "scale": "weight_scale_inv"},
+        **_BLOCKWISE,
         block=None if size is None else _block(size),
         ignored=_names(said.get("modules_to_not_convert")),
     )

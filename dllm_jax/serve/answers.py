@@ -180,7 +180,7 @@ class Window:
     def change(self, frame: Frame) -> dict[str, Any]:
         """What a frame changes, cell by cell; indices count output tokens."""
         probs = frame.probs or [None] * len(frame.cells)
-        cells = {
+        cells: dict[int, tuple[str | float, ...]] = {
             at: (text,) if prob is None else (text, prob)
             for at, (text, prob) in enumerate(zip(frame.cells, probs, strict=False), frame.at)
             if text is not None
