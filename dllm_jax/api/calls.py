@@ -107,12 +107,13 @@ class Turns:
         """An answer with the stages of its texts joined, and their messages."""
         texts, metrics = [], output.metrics
         for one in output.outputs:
-            tokens, pieces, now, asked = [], [], one, request
+            tokens, pieces, said, now, asked = [], [], [], one, request
             turn = Turn(request.params.constraint, self._spelt, self._marks)
             walk = self._walk(asked, turn)
             for _ in range(MOST_STAGES):
                 pieces += turn.feed(walk.take(now.token_ids))
                 tokens += now.token_ids
+                said += now.logprobs or []
                 following = next_stage(asked, now, walk)
                 if following is None:
                     break
@@ -134,6 +135,7 @@ class Turns:
                     one,
                     text=one.text if asked is request else text,
                     token_ids=tokens,
+                    logprobs=None if one.logprobs is None else said,
                     finish_reason=walk.reason(now.finish_reason),
                     stop_reason=now.stop_reason,
                     constraint_met=now.constraint_met and not walk.is_cut,

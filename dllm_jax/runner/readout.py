@@ -119,10 +119,16 @@ def read_log_probs(
         raw = reader.unembed(hidden)
         moved = raw if away is None else reader.logits(hidden, away, scale)
         law = drawn_law(reader.restricted(moved, penalty), sampling)
-        both = jax.nn.log_softmax(jnp.stack([law, raw], axis=1))
-        own = jnp.take_along_axis(both, tokens[:, None, None], axis=2)[..., 0]
-        top, ids = jax.lax.top_k(both[:, 1], num_top)
-        return jnp.concatenate([own, ids.astype(jnp.float32), top], axis=1)  # ids are below 2^24
+        both, token = jnp.stack([law, raw], axis=1), tokens[:, None, None]
+        own = jnp.take_along_axis(both, token, axis=2)
+        is_own = jnp.arange(both.shape[2], dtype=jnp.int32)[None, None] == token
+        # 1 + rest rounds to 1 where a token is all but sure.
+        rest = jnp.sum(jnp.where(is_own, 0.0, jnp.exp(both - own)), axis=2)
+        logs = jax.nn.log_softmax(both)
+        said = jnp.take_along_axis(logs, token, axis=2)[..., 0]
+        said = jnp.where(rest < 1.0, -jnp.log1p(rest), said)
+        top, ids = jax.lax.top_k(logs[:, 1], num_top)
+        return jnp.concatenate([said, ids.astype(jnp.float32), top], axis=1)  # ids are below 2^24
 
     away, scale = (None, 0.0) if ask.guide is None else ask.guide
     rows = hidden, jnp.maximum(tokens, 0), each, ask.penalty, away

@@ -421,11 +421,14 @@ def read(data: bytes, kind: type[Body]) -> Body:
         raise not_json(error) from None
 
 
+_ROWS = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"}
+
+
 def _as_number(fields: dict[str, Any], refusal: Refusal) -> Refusal:
     """The refusal in the words of `engine.rules`, if a field with a range is at fault."""
     name = refusal.param or ""  # of `seed` any integer is taken
     try:
-        row = "max_tokens" if name == "max_completion_tokens" else name
+        row = _ROWS.get(name, name)
         if row in TYPED and row != "seed" and not isinstance(fields.get(name), list | None):
             TYPED[row].check(name, fields[name])
     except ValueError as error:

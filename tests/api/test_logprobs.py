@@ -10,12 +10,13 @@ import dataclasses
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import dllm_jax as dj
 from dllm_jax import SamplingParams
-from dllm_jax.strategies import BlockDiffusion, Edit, EditIndel, MultiBD, as_strategy, blocks
+from dllm_jax.strategies import Edit, EditIndel, MultiBD, as_strategy, blocks, sampling
 from dllm_jax.strategies.core.recording import NUM_COLUMNS
 from tests.contract import dense, models
 from tests.contract import engine as toy
@@ -255,10 +256,45 @@ def test_a_step_that_asks_for_no_statistics_is_refused_by_name():
 
 
 def test_the_law_is_of_the_logits_and_not_of_a_rounded_probability():
-    """A token that is nearly sure: its probability rounds to 1, its log-probability does not."""
+    """Of a token that is nearly sure, and of one that hardly ever comes."""
     model = models.plain()
-    sure = {"lm_head": model.params["lm_head"] * 60}
+    sure = {"lm_head": model.params["lm_head"] * 20}
     sure = model.replace(params=model.params | sure)
-    record = dj.record(sure, PROMPT, BlockDiffusion(block_size=4), max_tokens=16).record
-    assert ((record.log_prob < 0) & (record.log_prob > -1e-7)).any() or (record.log_prob == 0).any()
-    assert (record.log_prob <= 0).all()
+    places = range(11, 43)
+    record = dj.record(sure, PROMPT, BLOCKS, max_tokens=32, logits_at=places).record
+    log_probs, found = dict(zip(record.position, record.log_prob, strict=True)), []
+    never = model.forbidden(np.arange(models.VOCAB))
+    step = dict(zip(record.position, record.step, strict=True))
+    kept = record.kept
+    for at, when, row in zip(
+        kept["logits_position"], kept["logits_step"], kept["logits"], strict=True
+    ):
+        if step[at] == when:
+            others = np.sort(np.where(never, -np.inf, row.astype(np.float64)))[::-1]
+            found.append((log_probs[at], -np.log1p(np.exp(others[1:] - others[0]).sum())))
+    said, want = np.array(found).T
+    np.testing.assert_allclose(said, want, rtol=1e-4)
+    assert ((want < 0) & (want > -6e-8)).any()
+
+
+def accepts_by(name, least):
+    def step(forward, state):
+        state = blocks.open_next(state)
+        out = forward(state)
+        state = out.store(state, blocks.to_cache(state))
+        holes = blocks.holes(state)
+        stats = out.predict(where=holes, confidence="drawn", log_prob=name == "log_prob")
+        one = jnp.ones_like(state.buffer.status)
+        accept = (getattr(stats, name) > least) & holes
+        accept |= sampling.top_n(stats.confidence, one, holes)
+        return blocks.finish_step(blocks.write(state, stats.token, accept), accept)
+
+    return as_strategy(step, block_size=4, buffer_size=1)
+
+
+def test_a_strategy_reads_the_number_itself():
+    how = {"max_tokens": 20, "keep": ["log_prob"]}
+    by_log = dj.record(models.plain(), PROMPT, accepts_by("log_prob", float(np.log(0.06))), **how)
+    by_prob = dj.record(models.plain(), PROMPT, accepts_by("confidence", 0.06), **how)
+    assert by_log.tokens == by_prob.tokens
+    assert by_log.nfe == by_prob.nfe < 20
