@@ -262,7 +262,7 @@ def _check_nodes(args: argparse.Namespace) -> None:
 
 
 def _follow(args: argparse.Namespace) -> int:
-    """What a process of another rank does: it ends when rank 0 does."""
+    """Run a process of another rank; it ends when rank 0 does."""
     from dllm_jax.engine.layout import DeviceFailure
 
     _name_model(args)
@@ -408,7 +408,7 @@ def _named_keys(file: str | None) -> "tuple[Key, ...]":
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What the engine process must know, as msgpack holds it."""
+    """Settings for the engine process, as msgpack holds them."""
     return {name: getattr(args, name) for group in OF_ENGINE for name in group.dests}
 
 
@@ -445,7 +445,7 @@ def _other(args: argparse.Namespace, path: str) -> Any:
 
 
 class Commands:
-    """What an administrator may ask of an `LLM` (`serve.child.Commands`)."""
+    """Commands of an administrator to an `LLM` (`serve.child.Commands`)."""
 
     def __init__(self, llm: Any, load: Callable[[str], Any]):
         self._llm, self._load = llm, load
@@ -504,7 +504,7 @@ class Commands:
 
 
 def served(llm: Any) -> "Served":
-    """What the engine process serves of an `LLM`."""
+    """The parts of an `LLM` that the engine process serves."""
     from jax.errors import JaxRuntimeError
 
     from dllm_jax.api.calls import Walk, walk_of

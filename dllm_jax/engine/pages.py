@@ -153,7 +153,7 @@ class Chain:
     """Keys of a growing text's pages: each key stands for all tokens up to its page's end.
 
     Args:
-        salt: What cached keys and values depend on beside the tokens.
+        salt: What cached keys and values depend on besides the tokens.
         unit: Tokens keyed together, a multiple of `page_size`.
     """
 
@@ -165,7 +165,7 @@ class Chain:
         self.length = 0  # tokens that have a key
 
     def extend(self, tokens: abc.Sequence[int]) -> None:
-        """Add the keys of the tokens behind the first `length`, in whole units."""
+        """Add the keys of the tokens after the first `length`, in whole units."""
         words = array("I", tokens)
         data, width, running = words.tobytes(), self._unit * words.itemsize, self._hash
         keys = []

@@ -33,13 +33,13 @@ class SamplingParams:
     """How one request is decoded and when it ends.
 
     Attributes:
-        max_tokens: Most tokens to emit; None: as many as fit behind the prompt.
+        max_tokens: Most tokens to emit; None: the most that fit after the prompt.
         temperature: 0 is greedy.
         top_k, top_p: Keep the k most probable ids (None, 0 and -1: all); the fewest ids that hold
             probability p.
         seed: Seed of sampling; None: made of the engine's seed and the submission number.
         stop: Strings that end the text; they are not part of it.
-        stop_token_ids: Ids that end the text beside the model's own.
+        stop_token_ids: Ids that end the text besides the model's own.
         ignore_eos: Leave the model's own stop ids out.
         max_nfe: Most forwards after prefill.
         max_repetition_run: End when the text ends in that many equal tokens.
@@ -121,9 +121,9 @@ class Request:
         deadline_s: Seconds from `add` after which it ends with "abort" and what it has.
         stream: Report it whenever it moved, not only when it ended.
         denoise: Report the provisional window as well (one step a dispatch while it runs).
-        suffix_token_ids: Ids behind the `max_tokens` tokens to be written, -1 for one more of
+        suffix_token_ids: Ids after the `max_tokens` tokens to be written, -1 for one more of
             them: the text then ends with the last of these, and ids given before it are part of it
-            (strategies that take text behind holes, `Needs.takes_given`).
+            (strategies that take text after holes, `Needs.takes_given`).
         grammar: The automaton of `params.constraint`; `LLM` puts it there.
     """
 
@@ -165,7 +165,7 @@ class Request:
 class DraftMetrics:
     """Acceptance of drafts, where one model verifies those of another.
 
-    Only drafts that could be emitted count: not those past the limit or behind an emitted stop id,
+    Only drafts that could be emitted count: not those past the limit or after an emitted stop id,
     and not rounds without a draft. Metrics of several texts add.
 
     Attributes:
@@ -260,7 +260,7 @@ class CompletionOutput:
         token_ids: Settled ids, up to the first stop id that was written; at most `max_tokens` and
             the ids given between holes.
         finish_reason: None while it runs.
-        window: The provisional window behind the settled tokens, None for a hole (denoise only).
+        window: The provisional window after the settled tokens, None for a hole (denoise only).
         stop_reason: The stop string, or the one of `stop_token_ids`, that ended it; None for the
             model's own end; "nfe", "repetition" or "deadline" for a limit.
         constraint_met: Whether the text is complete and matches the request's constraint; None

@@ -184,7 +184,7 @@ def convert(
 
     With `quantize="fp8"` it is a Hugging Face folder instead, which other programs read: the
     matrices of its layers are in FP8-dynamic of compressed-tensors. The folder appears whole or
-    not at all: it is written beside its place and renamed.
+    not at all: it is written next to its place and renamed.
 
     Args:
         src: A Hugging Face folder.
@@ -205,7 +205,7 @@ def convert(
 
     Raises:
         ConversionError: With every problem found; nothing is written then.
-        FileExistsError: If the folder is there and may not be replaced.
+        FileExistsError: If the folder exists and may not be replaced.
         OSError: If the folder cannot be written or does not fit; checked before weights are read.
         ValueError: If `dst` is `src` or holds it.
     """
@@ -273,7 +273,7 @@ def plan(
 
 
 class _Eight(NamedTuple):
-    """What a folder in 8 bits is made of.
+    """The content of a folder in 8 bits.
 
     Attributes:
         dtype: Type of the leaves that are not in 8 bits.

@@ -1,4 +1,4 @@
-"""What must hold of a family from outside, checked on a small checkpoint that is drawn here.
+"""Checks of a family from outside, on a small checkpoint that is drawn here.
 
 config.json -> shapes -> tensors by the family's names -> folder -> `load` -> logits
 """

@@ -150,7 +150,7 @@ class _Repository:
         """Ask the hub for the repository; if that fails, the cache may still have it.
 
         Raises:
-            RevisionNotFoundError: The repository is there, but not this revision.
+            RevisionNotFoundError: The repository exists, but not this revision.
         """
         from huggingface_hub import HfApi, constants, errors
 

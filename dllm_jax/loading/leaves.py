@@ -31,7 +31,7 @@ def one_by_one(
     under_way: list[Any] = []
 
     def settled(read: Any) -> Any:
-        """What was read, a whole leaf or rows of one, once the last leaf is on its devices."""
+        """Hand over a leaf, or rows of one, once the last leaf is on its devices."""
         if not isinstance(read, np.ndarray):  # `map` lets go of rows before the next are read
             return map(settled, read)
         jax.block_until_ready(under_way)  # before another takes memory in 16 bits

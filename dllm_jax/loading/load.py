@@ -154,7 +154,7 @@ def _spelt(model: Model, tokenizer: str | os.PathLike[str] | None) -> Model:
 
 
 def _in_8_bits(model: Model, kv_cache_dtype: KVCacheDType, quantize_head: bool) -> Model:
-    """The model with what is rounded behind its layers."""
+    """The model with the cache type, and with its head in 8 bits if that is asked for."""
     model = with_kv_cache(model, kv_cache_dtype)
     if not quantize_head:
         return model
@@ -277,7 +277,7 @@ def _require_shareable(model: Model) -> None:
 def _chosen(
     source: str, report: checkpoints.Report, quantization: Quantization | None
 ) -> tuple[Callable[[Any], bool], list[str]]:
-    """Which leaves, by their key paths, are held in 8 bits, and what to say of it."""
+    """The leaves that are held in 8 bits, by key path, and a note on them."""
     config, _ = report.require_ok()
     if quantization == "fp8":
         _require_supported(source, config)

@@ -223,7 +223,7 @@ class Model(struct.PyTreeNode):
         block_size: int | None = None,
         seed: int = 0,
     ) -> Any:
-        """How likely completions are behind their prompts, in nats.
+        """Log-probabilities of completions after their prompts, in nats.
 
         "chain" is the log-probability with which `block_diffusion` with `remasking="sequential"`
         and temperature 1 writes the completion, one token a forward: it is exact, sums to one over
@@ -243,7 +243,7 @@ class Model(struct.PyTreeNode):
             budget: Only of "elbo": the most hidden sets of a block. From 2**n - 1 on, the value of
                 a block with n tokens of the completion is exact.
             block_size: Tokens of a block; None takes the family's. Only block models read it.
-            seed: Only of "elbo": which sets are hidden, beside the tokens themselves.
+            seed: Only of "elbo": which sets are hidden, besides the tokens themselves.
 
         Raises:
             ValueError: For a model without log-likelihoods (DiffusionGemma), an empty completion,

@@ -133,7 +133,7 @@ def _tokenizer(folder: Path, mask_token_id: int | None) -> Any:
 
 
 def _settings(folder: Path, parts: TokenizerParts, mask_token_id: int | None) -> dict[str, Any]:
-    """Arguments of a stock class beside the vocabulary; roles only of tokens that exist."""
+    """Arguments of a stock class besides the vocabulary; roles only of tokens that exist."""
     ids: dict[str, int | None] = {role: parts.ids.get(text) for role, text in parts.roles.items()}
     if mask_token_id is not None:
         ids["mask_token"] = mask_token_id
@@ -188,7 +188,7 @@ def _growth(step: Any) -> int:
     pattern = tokenizer_files.json_object(step.get("pattern")).get("String")
     if kind == "Replace" and isinstance(pattern, str) and pattern:
         return max(1, -(-len(content) // len(pattern)))
-    return 1 + len(content)  # beside each character, or in the place of what a pattern finds
+    return 1 + len(content)  # next to each character, or in the place of what a pattern finds
 
 
 _SEQUENCES = ("normalizers", "pretokenizers", "decoders")

@@ -7,7 +7,7 @@ with some of its cells hidden -> log-probabilities of the tokens there -> sums.
 A block model is read as it decodes. Blocks lie on the absolute grid, a block sees the text before
 it, and the prompt's rest stands in the first block. What follows the completion in its last block
 is hidden. A full-sequence model has one block, the completion. An autoregressive model reads each
-token behind the tokens before it. Nothing here uses the engine's paged cache.
+token after the tokens before it. Nothing here uses the engine's paged cache.
 """
 
 import dataclasses
@@ -34,14 +34,14 @@ LOGITS_AT_ONCE = 128  # rows of the vocabulary in memory: 78 MB in float32 at 15
 
 @dataclasses.dataclass(frozen=True)
 class LogLikelihood:
-    """How likely a completion is behind its prompt.
+    """The log-probability of a completion after its prompt.
 
     Attributes:
         value: Nats: log p of the completion by "chain", an estimate of its ELBO by "elbo".
         error: Standard error of `value` in nats, 0 where it is exact.
         ci95: The 95 % interval of `value`, Student's: a little wider than twice 1.96 errors.
-        tokens: Nats of each token behind those before it; empty by "elbo".
-        is_greedy: Each token is the likeliest behind those before it; None by "elbo".
+        tokens: Nats of each token after those before it; empty by "elbo".
+        is_greedy: Each token is the likeliest after those before it; None by "elbo".
         rows: Blocks that were read for it, the prompt's not counted.
     """
 
@@ -376,7 +376,7 @@ class _Rows(NamedTuple):
         for i, row in enumerate(rows):
             n = len(row.ids)
             ids[i, lead : lead + n] = np.where(row.hidden, mask, row.ids)
-            # Of a block model the whole block is there, past the text's end too.
+            # Of a block model the whole block is present, past the text's end too.
             live[i, lead : lead + (n if group.kind in ("full", "causal") else group.size)] = True
             positions[i] += row.start - lead
             text[i] = row.text
@@ -415,7 +415,7 @@ def _keys(
     kind: str,
     block_size: int,
 ) -> list[tuple[Float[Array, "R T G H"], Float[Array, "R T G H"]]]:
-    """Keys and values of each layer of rows of clean text behind the prompt; [] of none.
+    """Keys and values of each layer of rows of clean text after the prompt; [] of none.
 
     Args:
         prompt: Those of the prompt, all before `starts`; None: there is none.

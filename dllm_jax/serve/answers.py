@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form: chunks of a stream, whole answers, usage and our metrics beside it.
+"""Answers in OpenAI's form: chunks of a stream, whole answers, usage and our metrics next to it.
 
 Nothing here waits or sends.
 """
@@ -144,7 +144,7 @@ class Form:
 
 
 def notes_of(usages: Sequence[Usage], body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What is said of the request's constraint, where something is.
+    """Notes on the request's constraint, if there are any.
 
     Args:
         body: An answer whose `dllm` it joins.
@@ -154,7 +154,7 @@ def notes_of(usages: Sequence[Usage], body: Mapping[str, Any] | None = None) -> 
 
 
 def metrics(num_tokens: int, usages: Sequence[Usage]) -> dict[str, Any]:
-    """What a request took: times of its slowest prompt, forwards of all."""
+    """Costs of a request: times of its slowest prompt, forwards of all."""
     usage = total(usages)
     queue_s = usage.queue_s or 0.0
     work_s = usage.e2e_s - queue_s
@@ -178,7 +178,7 @@ class Window:
         self.seq = 0
 
     def change(self, frame: Frame) -> dict[str, Any]:
-        """What a frame changes, cell by cell; indices count output tokens."""
+        """The changes of a frame, cell by cell; indices count output tokens."""
         probs = frame.probs or [None] * len(frame.cells)
         cells: dict[int, tuple[str | float, ...]] = {
             at: (text,) if prob is None else (text, prob)

@@ -1,4 +1,4 @@
-"""Who may ask: keys, and the Host header.
+"""Access control: keys, and the Host header.
 
 Without a key the Host must be loopback or named by `--allowed-host`: a page of another site cannot
 reach the server through a name of its own that resolves to this machine. `limits.check_body`

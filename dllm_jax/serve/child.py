@@ -38,7 +38,7 @@ from dllm_jax.trace.pieces import plain_text
 
 _PR_SET_PDEATHSIG = 1
 CPU_NICENESS = 5  # XLA's threads would starve the front
-SWITCH_S = 5e-4  # until the loop may run beside a thread that compiles
+SWITCH_S = 5e-4  # until the loop may run at the same time as a thread that compiles
 _READ_BYTES = 1 << 20
 _COUNTS_PERIOD_S = 0.5
 # Steps in a row that may raise: the engine mends itself after the first, the second ends the
@@ -53,7 +53,7 @@ _SOON_S = 1e-3  # left of a deadline that passed while its request waited
 
 
 class Served(NamedTuple):
-    """An engine and what the loop needs beside it.
+    """An engine and what the loop needs besides it.
 
     Attributes:
         make_request: From prompt ids and fields to the engine's `Request`.
@@ -79,7 +79,7 @@ class Served(NamedTuple):
 
 
 class Commands(Protocol):
-    """What an administrator may ask of the engine.
+    """Commands of an administrator to the engine.
 
     Attributes:
         version: Of the weights.
@@ -125,7 +125,7 @@ class Start:
         self._send(pipe.Progress(done, of))
 
     def phase(self, name: str, seconds: float, **fields: Any) -> None:
-        """A part of the start has ended."""
+        """Report that a phase of the start has ended."""
         self._send(pipe.Phase(name, round(seconds, 2), fields))
 
 
@@ -137,7 +137,7 @@ class UnusableSettings(ValueError):
 
 
 class Outbox:
-    """What is to be sent: written at once as far as the socket takes it.
+    """Messages to send: written at once as far as the socket takes them.
 
     What does not fit waits for `push`, and deltas that wait are merged: a slow reader delays
     nothing. There is no thread: the loop would hold the interpreter while it waits for its turn.
@@ -341,7 +341,7 @@ class Loop:
                 sent_s = now
 
     def _receive(self) -> list[Any] | None:
-        """What has arrived; waits where the engine has nothing to do. None: the front is gone.
+        """Messages that have arrived; waits if the engine is idle. None: the front is gone.
 
         One read a turn: a front that never ceases to send stops no step.
         """
@@ -742,7 +742,7 @@ def _together(stages: list[Usage]) -> Usage:
 
 
 def facts_of(llm: Any) -> Facts:
-    """What the front must know of an `LLM`."""
+    """The facts on an `LLM` for the front."""
     import jax
 
     from dllm_jax.api.decide import reading_of

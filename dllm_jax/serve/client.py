@@ -44,7 +44,7 @@ class RequestFailed(Exception):
 
 
 class Mailbox:
-    """What the engine said of one request and its reader has not taken.
+    """Messages of the engine for one request that its reader has not taken yet.
 
     Args:
         num_choices: Texts of the request.
@@ -55,7 +55,7 @@ class Mailbox:
         usages: Counts of the prompts that have ended.
         is_closed: Its reader left.
         client: Whose request it is.
-        is_accepted: The engine has queued every prompt; told of streams alone.
+        is_accepted: The engine has queued every prompt; reported for streams only.
         refusal: Why it queued none, or gave up.
         failure: Why it will say nothing more.
         on_text: Takes a delta of nothing but text while the reader waits; False leaves it to it.
@@ -166,7 +166,7 @@ class Mailbox:
         self._waiter = None
 
     def take(self) -> list[Delta]:
-        """What is pending, in the order of the choices."""
+        """Pending deltas, in the order of the choices."""
         self._has_news = False
         pending, self._pending = self._pending, {}
         return [pending[choice] for choice in sorted(pending)]
@@ -203,7 +203,7 @@ class _End(asyncio.Protocol):
 
 
 class _Lines(asyncio.Protocol):
-    """What the engine writes to its standard error goes to ours, which holds nobody up.
+    """Copies the engine's standard error to ours, without blocking.
 
     Attributes:
         ended: Nothing more will come.
@@ -272,7 +272,7 @@ class EngineClient:
 
     @property
     def state(self) -> State:
-        """What `/health` tells."""
+        """The state that `/health` reports."""
         if self.failure is not None:
             return "failed"
         if self.is_draining:
@@ -392,7 +392,7 @@ class EngineClient:
             self._moved_s = time.monotonic()
 
     def release(self, box: Mailbox) -> None:
-        """Forget a request; what of it runs is aborted."""
+        """Forget a request; its running part is aborted."""
         if self._forget(box) and not box.is_over:
             with contextlib.suppress(EngineGone):
                 self._send(pipe.Abort(box.id))

@@ -1,4 +1,4 @@
-"""What a handler gets and gives: the call, JSON answers."""
+"""Input and output of a handler: the call, and JSON answers."""
 
 import asyncio
 import time

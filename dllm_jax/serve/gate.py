@@ -1,4 +1,4 @@
-"""What stands before the routes: request ids, keys, errors, the log line. Pure ASGI."""
+"""The layer before the routes: request ids, keys, errors, the log line. Pure ASGI."""
 
 import asyncio
 import time

@@ -301,7 +301,7 @@ def _params(
 
 
 def _constraint(body: wire.Sampling) -> dict[str, Any] | None:
-    """What the text must be, if it is of a size that may be compiled."""
+    """The constraint of a text, if its size may be compiled."""
     constraint = wire.constraint(body)
     size = 0 if constraint is None else len(msgspec.json.encode(constraint))
     if size > MAX_CONSTRAINT_BYTES:

@@ -26,7 +26,7 @@ _KEPT_SHARE = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a server takes.
+    """Limits of a server.
 
     Attributes:
         max_body_bytes: Of a request.
@@ -51,7 +51,7 @@ class Limits:
 
 
 class Admission:
-    """Who may queue now."""
+    """Decides which requests may queue now."""
 
     def __init__(self, limits: Limits):
         self._limits = limits
@@ -105,7 +105,7 @@ class Admission:
             )
 
     def priority(self, asked: int | None) -> int:
-        """What a request's own priority counts as."""
+        """The priority that a request gets for the one it asks for."""
         return max(asked or 0, self._limits.min_priority)
 
     def retry_after(self, waiting: int, num_slots: int) -> str:

@@ -180,7 +180,7 @@ class Metrics:
         self._counters[key] = self._counters.get(key, 0) + more
 
     def counted(self, name: str, **labels: str) -> int:
-        """What a counter stands at."""
+        """The value of a counter."""
         return self._counters.get((name, tuple(labels.items())), 0)
 
     def observe(self, name: str, value: float) -> None:
@@ -204,7 +204,7 @@ class Metrics:
             self.count("dllm_tool_relaxed_total", keyword=word if word in READ else "other")
 
     def describe(self, facts: Facts) -> None:
-        """What the engine said when it was ready."""
+        """Keep the facts that the engine sent when it was ready."""
         self._facts = facts
 
     def update(self, new: Counts) -> None:
@@ -221,7 +221,7 @@ class Metrics:
         self._counts = new
 
     def _add_up(self) -> dict[str, int]:
-        """Totals over all engines; what a stop string cut away does not lower one that was told."""
+        """Totals over all engines. A text that a stop string shortens lowers no reported total."""
         for name, before in self._before.items():
             total = before + getattr(self._counts, name)
             self._totals[name] = max(self._totals[name], total)
@@ -299,7 +299,7 @@ class Metrics:
             yield name, "counter", [(label, value)]
 
     def _of_vllm(self) -> Mapping[str, float]:
-        """What vLLM's bench client reads and divides by; nothing for a causal strategy."""
+        """Metrics that vLLM's bench client reads; none for a causal strategy."""
         facts, totals = self._facts, self._totals
         if not self._vllm_names or facts is None or facts.causal:
             return {}

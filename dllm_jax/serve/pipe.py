@@ -1,4 +1,4 @@
-"""What the two processes say to each other: array-like msgpack after a length and an id.
+"""Messages between the two processes: array-like msgpack after a length and an id.
 
 Nothing here is pickled, and nothing here knows HTTP or the engine.
 """
@@ -27,7 +27,7 @@ class Launch(Message):
 
     Attributes:
         factory: `module:function` that makes it from `settings`.
-        grace_s: Seconds that the process gets to end by itself; it has to tell others.
+        grace_s: Seconds that the process gets to end on its own; it has to tell others.
     """
 
     factory: str
@@ -72,7 +72,7 @@ class Ask(Message):
 
 
 class Command(Message):
-    """What an administrator asks for, by its name in `Served.commands`."""
+    """A command of an administrator, by its name in `Served.commands`."""
 
     id: int
     name: str
@@ -108,7 +108,7 @@ class Phase(Message):
 
 
 class Facts(msgspec.Struct):
-    """What the front must know of the model and the engine.
+    """Facts on model and engine for the front.
 
     Attributes:
         chat_template: In the place of the tokenizer's; None: its own.
@@ -182,7 +182,7 @@ class Told(Message):
 
 
 class Carried(Message):
-    """What a `Command` brought."""
+    """The result of a `Command`."""
 
     id: int
     fields: dict[str, Any]
@@ -223,7 +223,7 @@ def total(usages: Sequence[Usage]) -> Usage:
 
 
 class Frame(msgspec.Struct, array_like=True):
-    """The provisional window behind `at` settled tokens; None for a hole.
+    """The provisional window after `at` settled tokens; None for a hole.
 
     Attributes:
         probs: Probabilities of the cells, where they were asked for.
@@ -236,7 +236,7 @@ class Frame(msgspec.Struct, array_like=True):
 
 
 class Delta(msgspec.Struct, array_like=True):
-    """What is new in one text; deltas of one text that wait together are merged.
+    """New output of one text; waiting deltas of one text are merged.
 
     Attributes:
         choice: `prompt * n + sample`.

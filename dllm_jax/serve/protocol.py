@@ -82,7 +82,7 @@ class _Sending:
         await cycle.send(message)
 
     def _write_whole(self, head: Any, message: Any) -> bool:
-        """Write an answer that is there as a whole; False leaves it to uvicorn."""
+        """Write an answer that is complete; False leaves it to uvicorn."""
         cycle = self._cycle
         headers = [*cycle.default_headers, *head["headers"]]
         if (
@@ -305,7 +305,7 @@ class _Protocol(HttpToolsProtocol):
 
     @property
     def is_writable(self) -> bool:
-        """Whether `write_chunk` may be called: the client is there and takes what it is sent."""
+        """Whether `write_chunk` may be called: the client is connected and reads."""
         return not (self.flow.write_paused or self.transport.is_closing())
 
     def write_chunk(self, data: bytes) -> None:

@@ -70,7 +70,7 @@ class Config:
 
 
 class Service:
-    """What the handlers share.
+    """The objects that all handlers share.
 
     Attributes:
         engine: The engine process.

@@ -16,7 +16,7 @@ MOST = 64  # and for all
 
 
 class Work(NamedTuple):
-    """What is to be done; what several requests wait for is done once."""
+    """A piece of work; several requests may wait for the same one."""
 
     key: Hashable
     do: Callable[[], Any]
@@ -104,7 +104,7 @@ class SideWork:
                     self._forget(piece.client, key)
 
     def take(self) -> list[Done]:
-        """What is done since the last call."""
+        """The work finished since the last call."""
         found = []
         while self._done:
             piece = self._pieces.pop(self._current)

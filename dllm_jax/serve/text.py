@@ -100,7 +100,7 @@ class TextSide:
         """Refuse a text that has certainly more tokens than the context takes.
 
         Args:
-            least: Characters that are taken anyway; 0: as many as may fit.
+            least: Characters that are taken anyway; 0: all that may fit.
         """
         known = self._reach or Reach(0 if least else len(text), False)
         most = max(known.longest * self._max_model_len, least)

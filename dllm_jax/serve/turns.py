@@ -61,7 +61,7 @@ class Texts:
         self._num_begun = 0
 
     def feed(self, delta: Delta) -> list[Piece]:
-        """What a delta brings."""
+        """The parts of a delta."""
         if self._make is None:
             has_text = delta.text or delta.logprobs
             return [Piece("text", delta.text, _texts(delta.logprobs))] if has_text else []

@@ -562,7 +562,7 @@ def stop_strings(body: Sampling) -> tuple[str, ...]:
 
 
 def constraint(body: Sampling) -> dict[str, Any] | None:
-    """What the text must be, as one pair for `structured.from_fields`; None: anything.
+    """The constraint as one pair for `structured.from_fields`; None: no constraint.
 
     Raises:
         Refusal: The body says it twice, or not at all.

@@ -1,4 +1,4 @@
-"""What a text must be: constraints as users give them, compiled to automata over tokens."""
+"""Constraints of texts as users give them, compiled to automata over tokens."""
 
 import dataclasses
 import json
@@ -168,7 +168,7 @@ class After:
 
 @dataclasses.dataclass(frozen=True)
 class Hole:
-    """What is to be written between the parts of a text: `Hole(8)` or `Hole(Regex("[0-9]+"))`.
+    """A part of a text to be written between given ones: `Hole(8)` or `Hole(Regex("[0-9]+"))`.
 
     Attributes:
         of: A number of tokens, or a constraint, whose texts may have any length.

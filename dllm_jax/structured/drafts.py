@@ -137,7 +137,7 @@ class Document:
                 self._find(one, base, not is_map and name in _MAPS)
 
     def found(self, schema: Mapping[str, Any], path: str) -> tuple[Any, str]:
-        """What a schema's `$ref` leads to, and its name.
+        """The schema that a `$ref` names, and its name.
 
         Raises:
             ValueError: It leads to nothing within the document.

@@ -235,7 +235,7 @@ def _parameters(notation: Notation, properties: Mapping[str, Any]) -> Reader:
 
 
 def _until(end: bytes, out: bytes, write: Any) -> Reader:
-    """What stands before a mark, as `write` has it; `out` is given first."""
+    """Read the text before a mark through `write`; yields `out` first."""
     held = b""
     while True:
         held += bytes([(yield out)])

@@ -1,4 +1,4 @@
-"""What compiling a constraint may cost, and how far its states are from an end."""
+"""Limits of compiling a constraint, and the distance of its states from an end."""
 
 import time
 from collections.abc import Hashable

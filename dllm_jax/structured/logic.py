@@ -1,4 +1,4 @@
-"""What schemas say together: the ways to be an instance, which values fit, and what has none."""
+"""Schemas combined: the ways to be an instance, which values fit, and what has none."""
 
 import itertools
 import re
@@ -121,7 +121,7 @@ class Logic:
         return Said(self._document.root, "$", (self._document.name,))
 
     def referred(self, said: Said, most: int | None = None) -> Said:
-        """What a reference leads to, `most` times within itself."""
+        """The schema that a reference names, expanded `most` times within itself."""
         most = self._budget.extent.nesting if most is None else most
         path = f"{said.path}.$ref"
         found, name = self._document.found(said.schema, path)

@@ -27,7 +27,7 @@ class BadTool(ValueError):
 
 
 class Offer(NamedTuple):
-    """What a request offers.
+    """The tools that a request offers.
 
     Attributes:
         shown: The tools as templates read them.

@@ -130,7 +130,7 @@ def _category(of: Any, is_wide: bool) -> Ranges:
 
 @functools.cache
 def _of_unicode(is_word: bool) -> Ranges:
-    r"""What `\w` or `\d` are in all of Unicode."""
+    r"""The characters of `\w` or `\d` in all of Unicode."""
     every = "".join(map(chr, range(sys.maxunicode + 1)))
     runs = re.finditer(r"\w+" if is_word else r"\d+", every)
     return [(run.start(), run.end() - 1) for run in runs]

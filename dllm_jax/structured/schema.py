@@ -120,7 +120,7 @@ class _Writer:
         self._colon = [*self._space, *text(":"), *behind]
 
     def value(self, saids: list[Said]) -> Tree:
-        """What fits all schemas.
+        """A tree of the values that fit all schemas.
 
         Raises:
             NoInstance: Nothing does.
@@ -258,7 +258,7 @@ class _Writer:
 
     @property
     def _between(self) -> Tree:
-        """What stands between two members."""
+        """The separator of two members."""
         notation = self._notation
         return self._comma if notation is None or not self._is_bare else text(notation.comma)
 

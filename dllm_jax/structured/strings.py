@@ -61,7 +61,7 @@ def string_patterns(way: Sequence[Any], is_wide: bool = False) -> list[Tree]:
 
 
 def string_tree(way: Sequence[Any], budget: Budget, is_quoted: bool = True) -> Tree:
-    """What stands between the quotes.
+    """A tree of the characters between the quotes.
 
     Args:
         is_quoted: As in JSON, with escapes; else the string as it is.
