@@ -132,7 +132,7 @@ def read_log_probs(
 
     away, scale = (None, 0.0) if ask.guide is None else ask.guide
     rows = hidden, jnp.maximum(tokens, 0), each, ask.penalty, away
-    return in_chunks(one, rows, ROWS_DRAWN)
+    return in_chunks(one, rows, FEW_ROWS)  # of two laws at once
 
 
 def read_probs(
