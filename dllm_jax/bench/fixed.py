@@ -16,7 +16,7 @@ from dllm_jax.strategies.core.protocol import Strategy
 from dllm_jax.strategies.core.state import ACTIVE, DUMMY, DecodeState
 from dllm_jax.strategies.diffusion_gemma import DiffusionGemma
 
-USUAL_STEPS = 16  # of a canvas: vLLM publishes its figures so
+USUAL_STEPS = 16  # steps of a canvas in the figures that vLLM publishes
 
 
 class FixedWork(Strategy):

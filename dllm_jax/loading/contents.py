@@ -106,7 +106,7 @@ def _missing(fill: Callable[[Turns], str], turns: Turns, text: str) -> list[int]
         marked.append(turn)
     try:
         found = fill(marked).lower()
-    except Exception:  # the mark is no content that the template takes
+    except Exception:  # the template refuses the mark as content
         return []
 
     def shows(place: int, mark: str) -> bool:

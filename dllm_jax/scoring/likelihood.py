@@ -265,7 +265,7 @@ class _Group:
     def _plan(
         self, number: int, budget: int, seed: int
     ) -> Iterator[tuple[list[mask_strata.Stratum], list[list[_Row]]]]:
-        """Of each block its strata, and the rows of each."""
+        """For each block: its strata, and the rows of each stratum."""
         for start, ids, cells in self._blocks(number):
             # The same block is hidden in the same ways wherever it is asked for.
             rng = np.random.default_rng([seed, start, *ids.tolist()])

@@ -261,10 +261,10 @@ def repeats_one(tree: Tree) -> tuple[Tree, int, int | None] | None:
 
 
 def shorter(tree: Tree, more: int, is_counted: bool = False) -> Tree:
-    """A tree in which nothing is repeated without end, but `more` times above its least.
+    """The tree with a limit on each endless repetition: `more` above its least number.
 
     Args:
-        is_counted: What has an end is repeated less often, and the rest as it is.
+        is_counted: Shorten repetitions that have a limit instead, and keep endless ones.
     """
     found: Tree = []
     for op, value in tree:

@@ -66,7 +66,7 @@ def _score(of, out, sizes, *, floor, never, free, barrier):
     to = cell * max(sizes["Q"], sizes["Y"])
 
     def ends(name, size):
-        """Numbers, first and end rows of `size` sets."""
+        """For each of `size` sets: its number, its first row, and the row after its last."""
         which = jnp.arange(pl.next_power_of_2(size), dtype=jnp.int32)
         there = which < size
         begin, end = (

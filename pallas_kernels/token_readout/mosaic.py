@@ -269,7 +269,8 @@ def _run(
 ) -> tuple[Part, dict[str, Array]]:
     """One launch: the parts of all tiles, and further results by name.
 
-    These are weights by tile with `heat`, and logits of ids and classes with classes.
+    The further results are weights by tile (with `heat`), and logits of ids and of classes (with
+    classes).
     """
     row_scales = id_scales = None
     if isinstance(head, Fp8Head):
