@@ -143,9 +143,8 @@ def sweep(
     of = problems if isinstance(problems, ProblemSet) else ProblemSet(list(problems))
     ids = encode(model, of.problems) if of.prompts is None else of.prompts
     lengths = np.array([len(row) for row in ids])
-    padded = np.zeros((len(ids), max(of.longest, *lengths)), np.int32)
-    for i, row in enumerate(ids):
-        padded[i, : len(row)] = row
+    width = max(of.longest, *map(len, ids))
+    padded = np.array([[*row, *[0] * (width - len(row))] for row in ids], np.int32)
     total = len(settings) * len(ids)
     batch_size = min(batch_size, total)
     values = {k: np.repeat([one[k] for one in settings], len(ids)) for k in settings[0]}
@@ -155,8 +154,7 @@ def sweep(
     def text_of(tokens: tuple[int, ...]) -> str:
         return decode_text(list(tokens), skip_special_tokens=True)
 
-    parts: list[Any] = []
-    outcomes: list[Outcome] = []
+    parts, outcomes = list[Any](), list[Outcome]()
     for first in range(0, total, batch_size):
         rows = np.minimum(np.arange(first, first + batch_size), total - 1)
         session = functools.partial(
