@@ -40,7 +40,10 @@ python_use_unqualified_type_names = True
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 html_theme = "furo"
 html_copy_source = html_show_sphinx = html_show_copyright = False
-suppress_warnings = ["misc.highlighting_failure"]  # a piece of JSON, or a form of an answer
+suppress_warnings = [
+    "misc.highlighting_failure",  # a piece of JSON, or a form of an answer
+    "ref.python",  # a field of two classes, such as `block_size`
+]
 
 
 def add_menu(text, pages):

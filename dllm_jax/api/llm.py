@@ -65,9 +65,8 @@ class LLM:
         block_size, buffer_size: Of a strategy given by name or None.
         dtype, revision, lora, quantization, kv_cache_dtype, quantize_head, tokenizer, family: As in
             `dj.load`.
-        max_num_seqs, max_model_len, page_size, memory_utilization, num_pages,
-            enable_prefix_caching, max_num_batched_tokens, batch_invariant, logprobs: As in
-            `EngineConfig`.
+        max_num_seqs, max_model_len, page_size, memory_utilization, num_pages: As in `EngineConfig`.
+        enable_prefix_caching, max_num_batched_tokens, batch_invariant, logprobs: As there.
         tensor_parallel_size: Devices that share the model; a `Model` that was loaded onto a mesh
             stays there. After `jax.distributed.initialize` they are all devices of all processes:
             every process makes the same `LLM`, only process 0 returns from it, and the others work
