@@ -175,9 +175,7 @@ def sweep(
         count = min(batch_size, total - first)
         spent = np.full(count, (time.perf_counter() - began) / count)
         parts.append([*(leaf[:count] for leaf in part), spent])
-        for b in range(count):
-            if recorded is None:
-                break
+        for b in range(count if recorded else 0):
             setting, number = divmod(first + b, len(ids))
             own = strategy.replace(**settings[setting])
             law = law_of(model, own) | SamplingNumbers(temperature)._asdict()

@@ -9,6 +9,7 @@ path.
 import dataclasses
 import shutil
 import warnings
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -189,9 +190,12 @@ class Asked:
 def started(monkeypatch):
     """The strategies of every `LLM` made from here on, none of which runs."""
     made = []
-    monkeypatch.setattr(
-        "dllm_jax.api.llm.start", lambda _, strategy, *__, **___: made.append(strategy)
-    )
+
+    def start(_, strategy, *__, **___):
+        made.append(strategy)
+        return SimpleNamespace(layout=SimpleNamespace(max_model_len=256))
+
+    monkeypatch.setattr("dllm_jax.api.llm.start", start)
     monkeypatch.setattr("dllm_jax.api.llm.SharedEngine", Asked)
     return made
 
