@@ -175,11 +175,12 @@ def sweep(
         count = min(batch_size, total - first)
         spent = np.full(count, (time.perf_counter() - began) / count)
         parts.append([*(leaf[:count] for leaf in part), spent])
-        for b in range(count if recorded else 0):
-            setting, number = divmod(first + b, len(ids))
-            own = strategy.replace(**settings[setting])
-            law = law_of(model, own) | SamplingNumbers(temperature)._asdict()
-            recorded(setting, number, _record(state, b, ids[number], law))
+        if recorded is not None:
+            for b in range(count):
+                setting, number = divmod(first + b, len(ids))
+                own = strategy.replace(**settings[setting])
+                law = law_of(model, own) | SamplingNumbers(temperature)._asdict()
+                recorded(setting, number, _record(state, b, ids[number], law))
         while (begin := len(outcomes) * len(ids)) + len(ids) <= first + count and begin < total:
             rows = slice(begin, begin + len(ids))
             part = [np.concatenate(leaf)[rows] for leaf in zip(*parts, strict=True)]
