@@ -191,7 +191,7 @@ def _is_instance(schema, text):
 
 
 def test_random_schemas_are_judged_alike_by_llguidance():
-    """It knows neither `propertyNames` nor all formats; all else it reads as we do."""
+    """It has neither `propertyNames` nor `uniqueItems` nor all formats; the rest is as ours."""
     draw, num_refused, counts = random.Random(1), 0, {True: 0, False: 0}
     for _ in range(600):
         schema, budget = {"$defs": DEFS} | random_schema(draw), Budget()
@@ -202,7 +202,7 @@ def test_random_schemas_are_judged_alike_by_llguidance():
             continue
         judge = _llguidance_schema(schema)
         if judge is None:
-            assert re.search('propertyNames|"format"', json.dumps(schema))
+            assert re.search('propertyNames|uniqueItems|"format"', json.dumps(schema))
             num_refused += 1
             continue
         for text in _texts(draw, automaton):
@@ -214,7 +214,7 @@ def test_random_schemas_are_judged_alike_by_llguidance():
                 else:
                     assert _is_only_narrow(schema, text), (schema, text)
             assert not ours or _is_instance(schema, text), (schema, text)
-    assert num_refused < 80
+    assert num_refused < 120
     assert min(counts.values()) > 4000
 
 
