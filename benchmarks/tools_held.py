@@ -1,10 +1,13 @@
 """Are all calls of tools valid, and is prose the same with tools as without?
 
+    python benchmarks/tools_held.py drawn --sets 500 --output held.json
     python benchmarks/tools_held.py calls --sets 96 --output held.json
     python benchmarks/tools_held.py prose --problems 2048 --output held.json
 
-`calls`: random tools, one call a text, in every form of a template and at three temperatures;
-`jsonschema` judges the arguments. The twin goes on from the same begun call without a grammar.
+`drawn`: random tools, one call a text, in every form of a template; the texts are drawn from the
+grammar without a model, half of them where marks are tokens. `jsonschema` judges the arguments.
+`calls`: the same, written by each strategy at three temperatures. The twin goes on from the same
+begun call without a grammar.
 `prose`: word problems with tools offered under `auto`, and the same prompts without a grammar; how
 many have the same tokens and the same number of forwards. Each strategy writes with the built-in
 model that it fits, or with a small one of its family with random weights. A row of an earlier run
@@ -56,12 +59,12 @@ VALUES = (
 
 
 def random_tools(draw: random.Random) -> tuple:
-    """One to three tools whose names begin alike."""
+    """One tool or two whose names begin alike."""
     from dllm_jax.structured import Tool
 
     made = []
-    for i in range(draw.choice((1, 2, 3))):
-        names = [f"{draw.choice(('id', 'é', 'a-b', 'Key'))}{j}" for j in range(draw.randint(0, 3))]
+    for i in range(draw.choice((1, 2))):
+        names = [f"{draw.choice(('id', 'é', 'a-b', 'Key'))}{j}" for j in range(draw.randint(0, 2))]
         schema = {
             "type": "object",
             "properties": {name: draw.choice(VALUES) for name in names},
@@ -85,7 +88,9 @@ def small(name: str):
             made["text_config"]["layer_types"] = kinds
         return made
 
-    config = shrunk(PUBLISHED[name]) | {"mask_token_id": 1}
+    config = shrunk(PUBLISHED[name])
+    if "text_config" not in config:
+        config["mask_token_id"] = SMALL["mask_token_id"]
     PUBLISHED["small"] = config
     return dj.load("random:small", tokenizer=TINY)
 
@@ -125,6 +130,21 @@ def judged(known: tuple, pieces: list) -> str:
     except (ValueError, jsonschema.ValidationError) as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
     return "valid"
+
+
+def drawn(form: str, args: argparse.Namespace) -> dict:
+    """A row of texts that are drawn from the grammars of random tools."""
+    from dllm_jax.structured import Tools
+    from dllm_jax.structured.forms import MARKS
+    from tests.structured.test_forms import automaton_of, drawn_text, read
+
+    draw, found = random.Random(f"{args.seed} {form}"), []
+    for i in range(args.sets):
+        tools, marks = Tools(random_tools(draw), "required", False, form), MARKS if i % 2 else ()
+        letters = drawn_text(automaton_of(tools, marks), draw)
+        found.append(judged(tools.tools, read(tools, letters, marks, draw)))
+    bad = [f"set {i}: {one}" for i, one in enumerate(found) if one != "valid"]
+    return {"sets": len(found), "valid": found.count("valid"), "not_valid": bad[:8]}
 
 
 def calls(llm, form: str, args: argparse.Namespace) -> dict:
@@ -214,7 +234,7 @@ def prose(llm, form: str, args: argparse.Namespace, free: dict) -> dict:
 def main() -> None:
     """Run the strategies and forms that are asked for; write a row of each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("calls", "prose"))
+    parser.add_argument("what", choices=("drawn", "calls", "prose"))
     parser.add_argument("--strategies", type=lambda text: text.split(","), default=[*STRATEGIES])
     parser.add_argument("--forms", type=lambda text: text.split(","))
     parser.add_argument("--sets", type=int, default=48)
@@ -228,26 +248,34 @@ def main() -> None:
 
     from dllm_jax.structured.forms import FORMS
 
-    facts = {"device": jax.devices()[0].device_kind, "calls": [], "prose": []}
+    facts = {"device": jax.devices()[0].device_kind}
     if args.output is not None and args.output.exists():
         facts = json.loads(args.output.read_text(encoding="utf-8"))
+
+    def keep(strategy: str, form: str, work) -> None:
+        began = time.process_time()
+        row = {"strategy": strategy, "form": form, **work()}
+        row["cpu_seconds"] = round(time.process_time() - began, 1)
+        print(json.dumps(row), flush=True)
+        rows = facts.setdefault(args.what, [])
+        rows[:] = [one for one in rows if (one["strategy"], one["form"]) != (strategy, form)]
+        rows.append(row)
+        if args.output is not None:
+            args.output.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+    forms = args.forms or [*FORMS]
+    if args.what == "drawn":
+        for form in forms:
+            keep("none", form, lambda form=form: drawn(form, args))
+        return
     for strategy in args.strategies:
         free: dict = {}
         with open_llm(strategy, args.slots) as llm:
-            for form in args.forms or FORMS:
-                began = time.process_time()
-                row = {"strategy": strategy, "form": form, "model": llm.model.source}
+            for form in forms:
                 if args.what == "calls":
-                    row |= calls(llm, form, args)
+                    keep(strategy, form, lambda form=form: calls(llm, form, args))
                 else:
-                    row |= prose(llm, form, args, free)
-                row["cpu_seconds"] = round(time.process_time() - began, 1)
-                print(json.dumps(row), flush=True)
-                rows = facts[args.what]
-                rows[:] = [r for r in rows if (r["strategy"], r["form"]) != (strategy, form)]
-                rows.append(row)
-                if args.output is not None:
-                    args.output.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+                    keep(strategy, form, lambda form=form, free=free: prose(llm, form, args, free))
 
 
 if __name__ == "__main__":
