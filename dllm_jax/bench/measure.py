@@ -22,7 +22,7 @@ from dllm_jax.engine.active import accept
 from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.engine.scheduler import Scheduler
-from dllm_jax.engine.sequence import Pass, Sequence
+from dllm_jax.engine.sequence import Sequence
 from dllm_jax.models import reference
 from dllm_jax.runner.decode import PassKind
 from dllm_jax.runner.timing import begin
@@ -217,14 +217,14 @@ def prefill_pass_ms(
         bare = engine.runner
         for slot, sequence in enumerate(sequences):
             bare.admit(slot, sequence.placement)
-        piece, tokens = Pass(kind, first, end, end, size), [0] * (end - first)
+        tokens = [0] * (end - first)
 
         def spend(count: int) -> float:
             bare.wait()
             began = time.perf_counter()
             for _ in range(count):
                 for slot, row in enumerate(pages):
-                    bare.prefill(slot, piece, tokens, False, row)
+                    bare.prefill(slot, tokens, first, end, end, False, row, size, kind)
             bare.wait()
             return time.perf_counter() - began
 

@@ -19,7 +19,6 @@ import jax
 import numpy as np
 
 from dllm_jax.engine.layout import EngineLayout, PassKind
-from dllm_jax.engine.sequence import Pass
 from dllm_jax.runner import grammars, timing
 from dllm_jax.runner.dispatch import Dispatch
 from dllm_jax.runner.programs import Call
@@ -163,7 +162,7 @@ def _prefill(size: int, columns: int, kind: PassKind, prompts: int = 1) -> Work:
 
     def act(runner: Dispatch) -> None:
         for slot in range(prompts):
-            runner.prefill(slot, Pass(kind, 0, 0, 0, size), (), False, pages)
+            runner.prefill(slot, (), 0, 0, 0, False, pages, size, kind)
 
     several = f"{prompts} prompts of " if prompts > 1 else ""
     return Work(f"prefill {several}{size} tokens, {columns} pages, {kind}", act)

@@ -316,10 +316,14 @@ class Engine:
         columns = self.scheduler.page_bucket(piece.end)
         boundary = self.runner.prefill(
             sequence.slot,
-            piece,
             sequence.text_ids(piece.first, piece.live_end),
+            piece.first,
+            piece.end,
+            piece.live_end,
             piece.end >= sequence.start and sequence.saved is None,
             self.scheduler.table[sequence.slot, :columns],
+            piece.size,
+            piece.kind,
         )
         sequence.prefill_nfe += 1
         sequence.done = piece.end

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from dllm_jax.engine.layout import EngineLayout, PassKind, Placement
-from dllm_jax.engine.sequence import Pass
 from dllm_jax.runner import grammars, packing, programs, xla_options
 from dllm_jax.runner.programs import Call, Programs
 
@@ -36,7 +35,8 @@ class _Piece:
 
     slot: int
     words: np.ndarray  # [1 X], `packing.piece_fields`
-    of: Pass
+    size: int
+    kind: PassKind
     boundary: Future
 
 
@@ -165,17 +165,23 @@ class Dispatch:
     def prefill(
         self,
         slot: int,
-        piece: Pass,
         tokens: Sequence[int],
+        first: int,
+        end: int,
+        live_end: int,
         last: bool,
         pages: np.ndarray,
+        size: int,
+        kind: PassKind,
     ) -> Future:
         """Compute and store one piece of a prefix.
 
         Several small pieces of short prefixes are one program, dispatched with the next call.
+        Scripts that measure wrap `decode`, `prefill` and `fetch`, and rely on their arguments.
 
         Args:
-            tokens: Ids of the positions that are computed.
+            tokens: Ids from position `first` on, at most `size`.
+            end: First position not stored; `live_end`: first not computed.
             last: This piece completes the prefix: the slot decodes from now on.
             pages: The slot's row of the page table, one of the page buckets wide.
 
@@ -184,32 +190,32 @@ class Dispatch:
             returns that of the first one: prefixes in pieces do not need it.
         """
         layout = self.layout
-        words = packing.piece_fields(piece.size).pack(
+        words = packing.piece_fields(size).pack(
             1,
             slot=slot,
-            first=piece.first,
-            end=piece.end,
-            live_end=piece.live_end,
+            first=first,
+            end=end,
+            live_end=live_end,
             last=last,
             tokens=np.asarray(tokens, np.int32),
             pages=pages,
         )
-        mine, several = _Piece(slot, words, piece, Future()), layout.prompts_a_pass
-        is_small = (piece.size, len(pages)) == (layout.prefill_buckets[0], layout.page_buckets[0])
+        piece, several = _Piece(slot, words, size, kind, Future()), layout.prompts_a_pass
+        is_small = (size, len(pages)) == (layout.prefill_buckets[0], layout.page_buckets[0])
         if several == 1 or not is_small:
             if self._pieces:
                 self.flush()
-            self._run_prefill([mine])
-            return mine.boundary
+            self._run_prefill([piece])
+            return piece.boundary
         if any(slot == other.slot for other in self._pieces):
             self.flush()
-        self._pieces.append(mine)
+        self._pieces.append(piece)
         if len(self._pieces) == several:
             self.flush()
-        return mine.boundary
+        return piece.boundary
 
     def _run_prefill(self, pieces: list[_Piece]) -> None:
-        size, kind = pieces[0].of.size, pieces[0].of.kind
+        size, kind = pieces[0].size, pieces[0].kind
         words = np.concatenate([piece.words for piece in pieces])
         columns = words.shape[1] - packing.piece_fields(size).size
         self.passes[size, columns, kind, len(pieces)] += 1

@@ -16,7 +16,6 @@ import numpy as np
 
 from dllm_jax.engine.layout import NO_LIMIT, EngineLayout, Placement
 from dllm_jax.engine.rounds import Cost
-from dllm_jax.engine.sequence import Pass
 from dllm_jax.runner.estimate import USUAL_TEXT
 
 SLOW_S = 0.1  # slower programs are timed once: the spread of one run does not matter there
@@ -72,12 +71,12 @@ def _step_s(runner: Any, clock: Callable[[], float], rows: int, columns: int, ki
     return _each_s((short_s, long_s), (short, long))
 
 
-def _pass_s(runner: Any, clock: Callable[[], float], size: int, columns: int, kind: Any) -> float:
+def _pass_s(runner: Any, clock: Callable[[], float], size: int, columns: int, kind: str) -> float:
     """One prefill pass over the last tokens that the pages hold."""
     layout: EngineLayout = runner.layout
     first = max(0, columns * layout.page_size - size) // layout.block_size * layout.block_size
     first = 0 if kind == "full" else first
-    piece = Pass(kind, first, first + size, first + size, size)
+    end = first + size
     pages = np.full((columns,), -1, np.int32)
     runner.admit(0, made_up(layout, columns, SHORT + LONG))
     times = []
@@ -85,7 +84,7 @@ def _pass_s(runner: Any, clock: Callable[[], float], size: int, columns: int, ki
         runner.wait()
         began = clock()
         for _ in range(passes):
-            runner.prefill(0, piece, (0,) * size, False, pages)
+            runner.prefill(0, (0,) * size, first, end, end, False, pages, size, kind)
         runner.wait()
         times.append(clock() - began)
     return _each_s(times, (SHORT, LONG))
@@ -184,8 +183,7 @@ def begin(runner: Any, slot: int, prompt_len: int, pages: np.ndarray) -> None:
         runner.begin(slot)
         return
     size = layout.prefill_buckets[0]
-    piece = Pass("causal", prompt_len - 1, prompt_len, prompt_len, size)
-    runner.prefill(slot, piece, (0,), True, pages)
+    runner.prefill(slot, (0,), prompt_len - 1, prompt_len, prompt_len, True, pages, size, "causal")
 
 
 def made_up(layout: EngineLayout, columns: int, steps: int = SHORT + LONG) -> Placement:

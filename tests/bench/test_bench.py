@@ -237,8 +237,8 @@ class Ticking:
         self.now += self.launch_s + steps * self.step_s
         return SimpleNamespace(steps=steps)
 
-    def prefill(self, slot, piece, tokens, last, pages):
-        assert len(tokens) == piece.end - piece.first <= piece.size
+    def prefill(self, slot, tokens, first, end, live_end, last, pages, size, kind):
+        assert len(tokens) == end - first <= size
         assert (pages >= 0).all()
         self.now += self.pass_s
 

@@ -24,7 +24,6 @@ from dllm_jax.compile import start, warmup
 from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import DeviceFailure, EngineConfig
 from dllm_jax.engine.requests import Request, SamplingParams
-from dllm_jax.engine.sequence import Pass
 from dllm_jax.models import dense
 from dllm_jax.runner import buckets, timing
 from dllm_jax.runner.runner import ModelRunner
@@ -153,8 +152,9 @@ def test_what_is_committed_to_a_device_compiles_nothing_twice(compiled, what):
     assert len(set(compiled)) == len(compiled), compiled
     compiled.clear()
     tokens(made)
-    piece, pages = Pass("blocks", 0, 8, 8, 8), np.full((8,), -1, np.int32)
-    made.begin(0, made.prefill(0, piece, (1,) * 8, True, pages))
+    made.begin(
+        0, made.prefill(0, (1,) * 8, 0, 8, 8, True, np.full((8,), -1, np.int32), 8, "blocks")
+    )
     made.wait()
     assert not compiled
 
@@ -359,9 +359,8 @@ class TimedDevice:
     def fetch(self, steps):
         return types.SimpleNamespace(steps=steps)
 
-    def prefill(self, slot, piece, ids, last, pages):
-        assert piece.first + len(ids) == piece.end == piece.live_end
-        size, kind = piece.size, piece.kind
+    def prefill(self, slot, ids, first, end, live_end, last, pages, size, kind):
+        assert first + len(ids) == end == live_end
         assert (pages == -1).all(), "nothing is written"
         assert len(ids) == (1 if last else size)
         self.log.append(("prefill", size, len(pages), kind))

@@ -15,7 +15,6 @@ import dataclasses
 import random
 from collections import Counter
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -198,18 +197,21 @@ class FakeDevice:
     def prefill(
         self,
         slot: int,
-        piece: Any,
         tokens: Sequence[int],
+        first: int,
+        end: int,
+        live_end: int,
         last: bool,
         pages: Any,
+        size: int,
+        kind: str,
     ) -> int:
-        kind, first, end = piece.kind, piece.first, piece.end
         self._trace("prefill", [slot])
         self._call("prefill")
         layout, row = self.layout, self._slot(slot)
-        assert piece.size in layout.prefill_buckets
+        assert size in layout.prefill_buckets
         assert len(pages) in layout.page_buckets
-        assert 0 <= first <= end <= piece.live_end == first + len(tokens) <= first + piece.size
+        assert 0 <= first <= end <= live_end == first + len(tokens) <= first + size
         grain = 1 if kind == "causal" else layout.block_size
         if kind != "full":
             origin = 0 if layout.is_grid or kind == "causal" else row.placement.prompt_len
@@ -473,8 +475,7 @@ def alone(layout: Any, prompt: Sequence[int], placement: Any) -> tuple[list[int]
     if end:
         kind = wide.pass_kind
         live_end = len(prompt) if wide.is_full else end
-        piece = SimpleNamespace(kind=kind, first=0, end=end, live_end=live_end, size=size)
-        device.prefill(0, piece, prompt[:live_end], True, pages[0])
+        device.prefill(0, prompt[:live_end], 0, end, live_end, True, pages[0], size, kind)
     else:
         device.begin(0)
     slot = device._slot(0)

@@ -18,7 +18,6 @@ import pytest
 from dllm_jax.bench import measure
 from dllm_jax.compile import warmup
 from dllm_jax.engine.layout import EngineConfig, Placement
-from dllm_jax.engine.sequence import Pass
 from dllm_jax.runner import buckets, programs
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies import AR, MultiBD
@@ -78,8 +77,7 @@ class Dispatched:
         size, columns = size or layout.prefill_buckets[0], layout.page_buckets[0]
         pages = np.zeros((columns,), np.int32)
         ask = self.device.prefill
-        piece = Pass("causal", 0, 1, 1, size)
-        return [ask(slot, piece, (5,), True, pages) for slot in slots]
+        return [ask(slot, (5,), 0, 1, 1, True, pages, size, "causal") for slot in slots]
 
     def new(self) -> list[tuple[str, list[int]]]:
         names, self.names = self.names, []
