@@ -109,6 +109,7 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     }
     questions = {half: [one.question for one in of.problems] for half, of in sets.items()}
     stored = Stored(args.output, facts | {"questions": questions})
+    stop.tell = stored.tell
     records: list[Any] = []
     facts["halves"] = {
         half: _evaluate(args, model, settings, curves, half, problems, stored, records)

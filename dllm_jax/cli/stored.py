@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from dllm_jax.cli.errors import UsageError
+from dllm_jax.cli.interrupt import NOTHING_FINISHED
+from dllm_jax.cli.text import count
 
 _SUFFIX = ".partial"
 
@@ -24,6 +26,7 @@ class Stored:
     def __init__(self, output: str | None, about: dict[str, Any]):
         self._path = None if output is None else Path(output + _SUFFIX)
         self._parts: dict[str, Any] = {}
+        self._num_added = 0
         if self._path is None:
             return
         about = json.loads(json.dumps(about))
@@ -36,8 +39,10 @@ class Stored:
             )
         self._parts = dict(lines[1:])
         if self._parts:
-            count = len(self._parts)
-            print(f"going on from {count} parts in {str(self._path)!r}", file=sys.stderr)
+            print(
+                f"going on from {count(len(self._parts), 'part')} in {str(self._path)!r}",
+                file=sys.stderr,
+            )
         text = "".join(json.dumps(line) + "\n" for line in (about, *self._parts.items()))
         self._path.write_bytes(text.encode())
 
@@ -63,10 +68,21 @@ class Stored:
 
     def add(self, *key: Any, part: Any) -> None:
         """Store a part at once."""
+        self._num_added += 1
         if self._path is None:
             return
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps([json.dumps(key), part]) + "\n")
+
+    def tell(self) -> str:
+        """The error line of a run that is interrupted."""
+        number = len(self._parts) + self._num_added
+        if not number:
+            return NOTHING_FINISHED
+        if self._path is None:
+            return f"interrupted; {count(number, 'part')} finished, kept only with --output FILE"
+        kept = f"{count(number, 'part')} in {str(self._path)!r}"
+        return f"interrupted; the same command goes on from {kept}"
 
     def finish(self) -> None:
         """Remove the file: the whole result is written."""

@@ -89,6 +89,7 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     about = facts_of(args, model) | {"set": name, "settings": [*racers], "margin": args.margin}
     about |= {"budget": args.budget, "questions": [one.question for one in of.problems]}
     stored = Stored(args.output, about)
+    stop.tell = stored.tell
     facts = _race(args, model, racers, name, of, stored)
     print(json.dumps(facts) if args.json else table(facts), flush=True)
     if args.output is not None:

@@ -1,6 +1,7 @@
 """Grids of `eval` and `tune`: one syntax, whole labels, parts that are stored and gone on from."""
 
 import json
+import signal
 
 import numpy as np
 import pytest
@@ -86,9 +87,15 @@ def test_50_1_parts_are_taken_up_but_not_those_of_another_run(tmp_path, capsys, 
     assert "going on from 2 parts" in capsys.readouterr().err
     with pytest.raises(UsageError, match=r"parts of another run \(seed\); remove it"):
         Stored(output, {"seed": 1, "model": "a"})
+    assert (
+        again.tell() == f"interrupted; the same command goes on from 2 parts in '{output}.partial'"
+    )
     again.finish()
     assert not list(tmp_path.iterdir())
-    Stored(None, {}).add("x", part=1)
+    lost = Stored(None, {})
+    assert lost.tell() == "interrupted; nothing was finished"
+    lost.add("x", part=1)
+    assert lost.tell() == "interrupted; 1 part finished, kept only with --output FILE"
     assert not list(tmp_path.iterdir())
 
 
@@ -113,7 +120,7 @@ def test_50_1_a_run_that_was_cut_off_goes_on(random_folder, tmp_path, monkeypatc
         for i, setting in enumerate(settings, 1):
             ran.append(setting)
             if len(ran) == 3:
-                raise ValueError("cut off")
+                signal.raise_signal(signal.SIGINT)
             progress(2 * i, [outcome([True] * len(of.problems))] * i)
 
     monkeypatch.setattr(evaluate, "sweep", sweep)
@@ -121,8 +128,9 @@ def test_50_1_a_run_that_was_cut_off_goes_on(random_folder, tmp_path, monkeypatc
     argv = ["eval", "--model", str(random_folder), "--problems", "2", "--no-one-token"]
     argv += ["--strategy", "multi_bd", "--grid", "accept_threshold=0.5,0.9", "--half", "both"]
     argv += ["--output", str(out)]
-    assert main(argv) == 1
+    assert main(argv) == 128 + signal.SIGINT
     said = capsys.readouterr().err
+    assert f"error: interrupted; the same command goes on from 2 parts in '{out}.partial'" in said
     assert "plain, multi_bd,accept_threshold=0.9: 100.0 [34.2, 100.0] % exact, 9.00 " in said
     assert main(argv) == 0
     assert [one["accept_threshold"] for one in ran] == [0.5, 0.9, 0.5, 0.5, 0.9]
