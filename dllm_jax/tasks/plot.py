@@ -21,6 +21,8 @@ _SPOTS = [
     for right, up in ((1, 1), (1, -1), (-1, 1), (-1, -1), (0, 1), (0, -1))
 ]
 
+_GAP = 2  # pixels around a label, so that two numbers are not read as one
+
 
 def draw(facts: Mapping[str, Any], path: Path) -> None:
     """One panel a set of problems, one line a strategy, one labelled point a setting.
@@ -88,7 +90,7 @@ def _label(figure: Any, texts: Mapping[Any, Sequence[tuple[Place, str]]]) -> Non
         for place, text in dict.fromkeys(of_points):
             for how in _SPOTS:
                 note = panel.annotate(text, place, textcoords="offset points", fontsize=8, **how)
-                box = note.get_window_extent(renderer)
+                box = note.get_window_extent(renderer).padded(_GAP)
                 is_inside = frame.contains(box.x0, box.y0) and frame.contains(box.x1, box.y1)
                 if is_inside and not box.count_overlaps(taken):
                     taken.append(box)
@@ -127,7 +129,8 @@ def draw_race(facts: Mapping[str, Any], path: Path) -> None:
         best = _place(facts["settings"][facts["winner"]])
         panel.plot(*best, marker="*", markersize=15, color="C1", linestyle="", label="winner")
         start = _place(facts["settings"][facts["reference"]])
-        title = f"{facts['model']}, {facts['set']}: up and right is better"
+        most = max(row["problems"] for row in facts["settings"].values())
+        title = f"{facts['model']}, {facts['set']}, {most} problems: up and right is better"
         panel.set(title=title, **_AXES)
         panel.margins(0.1)
         panel.grid(alpha=0.3)
