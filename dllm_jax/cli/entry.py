@@ -5,6 +5,7 @@ JAX and the engine inside `run`, so that `--help` and a wrong flag are answered 
 """
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import os
@@ -215,9 +216,20 @@ def _main(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except UsageError as error:
+        if "serve" in argv and "--log-format json" in " ".join(argv).replace("=", " "):
+            with contextlib.suppress(ModuleNotFoundError):  # without the extra it is text
+                return _logged(error, BAD_USAGE)
         return _fail(one_line(error), BAD_USAGE, debug)
     except Exception as error:
         return _fail(one_line(error), FAILED, debug)
+
+
+def _logged(error: ValueError, status: int) -> int:
+    """Report a refused command line as a line of the server's JSON log."""
+    from dllm_jax.serve.logs import Log
+
+    Log("json").line("error", "error", said=fitted(one_line(error)))
+    return status
 
 
 def _warn_in_one_line() -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dllm_jax.serve.service import Config
 
 KEY_VARIABLE, ADMIN_VARIABLE = "DLLM_API_KEY", "DLLM_ADMIN_KEY"
-BAD_USAGE = 2
+FAILED, BAD_USAGE = 1, 2
 _HOSTS_GRACE_S = 10.0  # to let the other hosts end too
 _LOG_FORMATS = ("text", "json", "none")
 _EXTRA = "in the clone, pip install -e '.[server]'"
@@ -220,13 +220,13 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
         return _follow(args)
     try:
         return _serve(args)
-    except UsageError as error:
+    except ValueError as error:
         if args.log_format != "json" or args.debug:
             raise
         from dllm_jax.serve.logs import Log
 
         Log("json").line("error", "error", said=one_line(error))
-        return BAD_USAGE
+        return BAD_USAGE if isinstance(error, UsageError) else FAILED
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -278,6 +278,7 @@ def config_of(args: argparse.Namespace) -> "Config":
 
     Raises:
         UsageError: A package is missing, or flags contradict each other.
+        LoadError: There is no such model.
     """
     try:
         import httptools  # noqa: F401
@@ -292,6 +293,10 @@ def config_of(args: argparse.Namespace) -> "Config":
             raise
         raise UsageError(f"serve needs the package {error.name}; {_EXTRA}") from error
     _name_model(args)
+    from dllm_jax.loading.sources import check_local
+
+    for source in filter(None, (args.model, args.draft)):
+        check_local(source)
     if args.chat_template is not None:
         _check_template(args.chat_template)
     if args.otlp_traces_endpoint is not None:

@@ -70,6 +70,16 @@ def find_folder(source: str, revision: str | None = None) -> Path:
     return folder
 
 
+def check_local(source: str) -> None:
+    """Check a source without a network: a hub id is taken as it is.
+
+    Raises:
+        LoadError: If it stands for no model.
+    """
+    if not source.startswith("random:") and not _is_hub_id(source):
+        find_folder(source)
+
+
 def find_headers(source: str, revision: str | None, to: Path) -> Path:
     """A folder to inspect: as `find_folder`, but of a hub id's weights only the headers.
 

@@ -35,11 +35,19 @@ def test_what_is_printed_is_a_line_of_the_log(capsys):
     ]
 
 
-def test_a_refused_command_line_is_a_line_of_the_log_too(capsys):
-    argv = ["serve", "--log-format", "json", "--otlp-traces-endpoint", "collector:4318"]
-    assert main(argv) == 2
-    (line,) = map(json.loads, capsys.readouterr().err.splitlines())
-    assert (line["event"], "is no address of HTTP" in line["said"]) == ("error", True)
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["--otlp-traces-endpoint", "collector:4318"], 2, "is no address of HTTP"),
+        (["--prot", "1"], 2, "did you mean '--port'?"),
+        (["--model", "/nowhere"], 1, "'/nowhere' does not exist"),
+        (["--draft", "builtin:nope"], 1, "is no built-in model"),
+    ],
+)
+def test_a_refused_command_line_is_a_line_of_the_log_too(capsys, words, status, said):
+    assert main(["serve", "--log-format=json", *words]) == status
+    (line,) = map(json.loads, capsys.readouterr().err.splitlines())  # no port was opened
+    assert (line["event"], said in line["said"]) == ("error", True)
 
 
 def test_a_start_its_restart_its_throughput_and_its_exit(tmp_path):
