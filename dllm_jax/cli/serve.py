@@ -293,10 +293,7 @@ def config_of(args: argparse.Namespace) -> "Config":
             raise
         raise UsageError(f"serve needs the package {error.name}; {_EXTRA}") from error
     _name_model(args)
-    from dllm_jax.loading.sources import check_local
-
-    for source in filter(None, (args.model, args.draft)):
-        check_local(source)
+    _check_models(args)
     if args.chat_template is not None:
         _check_template(args.chat_template)
     if args.otlp_traces_endpoint is not None:
@@ -358,6 +355,17 @@ def config_of(args: argparse.Namespace) -> "Config":
         otlp_traces_endpoint=args.otlp_traces_endpoint,
         limits=limits,
     )
+
+
+def _check_models(args: argparse.Namespace) -> None:
+    from dllm_jax.loading.sources import LoadError, check_local
+
+    check_local(args.model)
+    if args.draft is not None:
+        try:
+            check_local(args.draft)
+        except LoadError as error:
+            raise LoadError(f"draft: {error}") from error
 
 
 def _check_template(path: str) -> None:

@@ -41,7 +41,7 @@ def test_what_is_printed_is_a_line_of_the_log(capsys):
         (["--otlp-traces-endpoint", "collector:4318"], 2, "is no address of HTTP"),
         (["--prot", "1"], 2, "did you mean '--port'?"),
         (["--model", "/nowhere"], 1, "'/nowhere' does not exist"),
-        (["--draft", "builtin:nope"], 1, "is no built-in model"),
+        (["--draft", "builtin:nope"], 1, "draft: 'builtin:nope' is no built-in model"),
     ],
 )
 def test_a_refused_command_line_is_a_line_of_the_log_too(capsys, words, status, said):
