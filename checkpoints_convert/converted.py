@@ -124,12 +124,12 @@ def describe(folder: Path, source: str, networks: Networks) -> Report:
         defaults = networks.defaults_from_json(meta["defaults"])
         dtype = as_dtype(meta["dtype"])
         adapter = _adapter_facts(meta["adapter"])
+        param_shapes = functools.partial(networks.param_shapes, config)
+        shapes = leaf_shapes(param_shapes(dtype))
     except KeyError as error:
         return dataclasses.replace(report, problems=(f"{META} lacks {error}; convert it again",))
-    except (AttributeError, TypeError, ValueError) as error:
-        return dataclasses.replace(report, problems=(str(error),))
-    param_shapes = functools.partial(networks.param_shapes, config)
-    shapes = leaf_shapes(param_shapes(dtype))
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        return dataclasses.replace(report, problems=(f"{META}: {error}",))
     return dataclasses.replace(
         report,
         family=meta["family"],

@@ -20,6 +20,7 @@ from .tensor_names import Table
 META = "meta.json"
 FORMAT = "dllm-jax"  # the value of its "format"
 _SHOWN_SHAPES = 40
+_LONGEST = 1000  # characters of a problem or note
 # Memory to round a leaf, measured on a CPU: a multiple of the leaf, plus a constant.
 _ROUNDED_LEAVES, _ROUNDING_BYTES = 3, 150_000_000
 
@@ -77,6 +78,10 @@ class Report:
     loads_small: Callable[[KeyPath, bool], bool] | None = dataclasses.field(
         default=None, repr=False, compare=False
     )
+
+    def __post_init__(self):
+        for name in ("problems", "notes"):
+            object.__setattr__(self, name, tuple(map(_cut, getattr(self, name))))
 
     @property
     def small(self) -> set[KeyPath]:
@@ -247,6 +252,12 @@ def plan(report: Report, dtype: str = "auto", tensors: Sequence[Tensor] | None =
         peak_bytes=peak,
         dtype=name,
     )
+
+
+def _cut(line: str) -> str:
+    """A problem as one line, without the middle of a long value."""
+    line = " ".join(line.splitlines())
+    return line if len(line) <= _LONGEST else f"{line[:500]} ... {line[505 - _LONGEST :]}"
 
 
 def _num_bytes(leaf: Any) -> int:

@@ -129,8 +129,7 @@ def _parts(folder: Path) -> TokenizerParts:
     whole = _read(folder / "tokenizer.json")
     settings = _read(folder / "tokenizer_config.json")
     ids = _vocabulary(whole) if whole else _read(folder / "vocab.json")
-    for text, token in ids.items():
-        _whole(text, token)
+    ids = {text: _whole(text, token) for text, token in ids.items()}
     texts = {token: text for text, token in ids.items()}
     added: dict[int, dict[str, Any]] = {}
     for token, record in _added(folder, whole, settings):
@@ -199,8 +198,8 @@ def _whole(text: str, value: Any) -> int:
         return int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(
-            f"the id of token {text!r} is {json.dumps(value)[:20]}, not a whole number; download "
-            "the tokenizer files again"
+            f"the id of token {text[:100]!r} is {json.dumps(value)[:20]}, not a whole number; "
+            "download the tokenizer files again"
         )
     return value
 

@@ -260,14 +260,14 @@ def _rope(text: Fields, kind: str, head_dim: int) -> tuple[float, int | None]:
         return 1.0, None
     entry = cast("Json", entry)
     theta = text.number("rope_theta", inside=entry)
-    share = text.number("partial_rotary_factor", 1.0, inside=entry)
+    share = text.number("partial_rotary_factor", 1.0, inside=entry, most=1)
     known = {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}
     others = sorted(set(entry) - known)
     is_proportional = entry.get("rope_type", "default") == "proportional"
     rule = 'only "default", and "proportional" with a partial_rotary_factor up to 1, are supported'
     if entry.get("rope_type", "default") not in ("default", "proportional") or others:
         text.problems.append(f"rope_parameters[{kind!r}]={dict(entry)!r}: {rule}")
-    elif share > 1 or (share != 1 and not is_proportional) or entry.get("factor") not in (None, 1):
+    elif (share != 1 and not is_proportional) or entry.get("factor") not in (None, 1):
         text.problems.append(f"rope_parameters[{kind!r}]={dict(entry)!r}: {rule}, without a factor")
     rotated = 2 * int(share * head_dim // 2)
     return theta, None if rotated == head_dim else rotated

@@ -158,7 +158,7 @@ def _views(own: Fields, said: Json, layers: int) -> tuple[tuple[int | None, ...]
 def _is_muse(config: Json) -> bool:
     """Whether the config is of the class in transformers, which has other defaults."""
     named = config.get("architectures") or [config.get("model_type")]
-    return not _MUSE.isdisjoint([named] if isinstance(named, str) else named)
+    return not _MUSE.isdisjoint([named] if isinstance(named, str) else map(str, named))
 
 
 def _cap(own: Fields) -> float | None:

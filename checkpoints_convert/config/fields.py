@@ -5,11 +5,15 @@ Two spellings of rotary embedding are supported: top-level `rope_theta` / `rope_
 """
 
 import math
+import reprlib
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
 Json = Mapping[str, Any]
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
+_SHORT.maxlist = _SHORT.maxdict = 20
 
 # The JSON type of each entry that is a list or an object.
 _KINDS: dict[str, Any] = {
@@ -24,6 +28,7 @@ _KINDS: dict[str, Any] = {
     "text_config": Mapping,
 }
 _ROPE_KEYS = ("rope_scaling", "rope_parameters")
+_MOST = 2**31 - 1
 _LENGTH = "original_max_position_embeddings"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _LENGTH)
 
@@ -62,9 +67,7 @@ class Fields:
         config = {names.get(key, key): value for key, value in self.config.items()}
         return Fields(config, self.problems, self.notes)
 
-    def whole(
-        self, key: str, default: int | None = None, low: int = 1, most: int = 2**31 - 1
-    ) -> int:
+    def whole(self, key: str, default: int | None = None, low: int = 1, most: int = _MOST) -> int:
         """A whole number in [low, most], `low` 0 or 1; 0 and a problem if it is not."""
         value = self.config.get(key)
         value = default if value is None else value
@@ -77,16 +80,20 @@ class Fields:
             return 0
         return value
 
-    def number(self, key: str, default: float | None = None, *, inside: Json | None = None) -> Any:
-        """A positive number of the config or of the object `inside` it; 0 and a problem if not."""
+    def number(
+        self,
+        key: str,
+        default: float | None = None,
+        *,
+        inside: Json | None = None,
+        most: float = sys.float_info.max,
+    ) -> Any:
+        """A number in (0, most] of the config or of the object `inside`; 0 and a problem if not."""
         value = (self.config if inside is None else inside).get(key)
         value = default if value is None else value
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 < value <= sys.float_info.max
-        ):
-            self.problems.append(f"{key}={value!r} must be a positive number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+            limit = "" if most == sys.float_info.max else f", at most {most}"
+            self.problems.append(f"{key}={shown(value)} must be a positive number{limit}")
             return 0.0
         return float(value)
 
@@ -167,7 +174,9 @@ def rope(fields: Fields) -> Rope:
     shares = (*(fields.object(key) for key in reversed(_ROPE_KEYS)), config)
     partial = next((s["partial_rotary_factor"] for s in shares if _has_share(s)), None)
     if partial is not None:
-        partial = fields.number("partial_rotary_factor", inside={"partial_rotary_factor": partial})
+        partial = fields.number(
+            "partial_rotary_factor", inside={"partial_rotary_factor": partial}, most=1
+        )
     return Rope(theta, scaling, partial)
 
 
@@ -219,8 +228,8 @@ def _yarn(fields: Fields, key: str) -> dict[str, Any] | None:
     entry, before = fields.object(key), len(fields.problems)
     config = fields.config
     unsaid = entry.get(_LENGTH, config.get("max_position_embeddings"))
-    longest = fields.number(_LENGTH, inside={_LENGTH: config.get(_LENGTH, unsaid)})
-    factor = fields.number("factor", inside=entry)
+    longest = fields.number(_LENGTH, inside={_LENGTH: config.get(_LENGTH, unsaid)}, most=_MOST)
+    factor = fields.number("factor", inside=entry, most=_MOST)
     fast, slow = (
         fields.number(name, usual, inside=entry)
         for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0))
@@ -260,8 +269,8 @@ def _has_share(entry: Json) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value for a message: booleans as in JSON, other values as in Python."""
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    """A value for a message: booleans as in JSON, others as in Python and cut where long."""
+    return str(value).lower() if isinstance(value, bool) else _SHORT.repr(value)
 
 
 def _json(value: Any) -> str:

@@ -239,7 +239,7 @@ def decoder(fields: Fields) -> dict[str, Any]:
 def _llada_ffn(fields: Fields, width: int) -> int:
     if fields.config.get("mlp_hidden_size") is not None:
         return fields.whole("mlp_hidden_size")
-    size = fields.number("mlp_ratio", 4) * width
+    size = fields.number("mlp_ratio", 4, most=2**31 - 1) * width
     if size % 1:
         fields.problems.append(f"mlp_ratio times d_model={width} is {size}; state mlp_hidden_size")
     return int(size)

@@ -26,7 +26,7 @@ from typing import IO, Any
 import jax
 import numpy as np
 
-from dllm_jax.api.json_fields import check_fields
+from dllm_jax.convert.json_fields import check_fields
 from dllm_jax.engine.layout import EngineConfig, Placement, SamplingNumbers
 from dllm_jax.engine.requests import SamplingParams
 from dllm_jax.engine.sequence import Sequence

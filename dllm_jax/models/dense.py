@@ -38,6 +38,11 @@ from dllm_jax.models.sharding import once, total
 Attend = Callable[[int, Array, Array, Array], Array]
 # ffn(weights of a layer, rows [B T D], *given, cfg=, dtype=, ops=) -> what `add_rms_norm` adds
 FeedForward = Callable[..., Any]
+_SIZES = {
+    "num_layers": 10_000,  # more are a typing mistake
+    **dict.fromkeys(("hidden_size", "num_heads", "num_kv_heads"), 2**31 - 1),
+    **dict.fromkeys(("head_dim", "ffn_size", "max_position"), 2**31 - 1),
+}
 
 # Every operation in plain XLA: for training, and as the reference.
 PLAIN = LayerOps.by("xla")
@@ -82,6 +87,12 @@ class DenseConfig:
     mask_token_id: int = -1
 
     def __post_init__(self):
+        for name, most in _SIZES.items():
+            if not 1 <= getattr(self, name) <= most:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be in [1, {most}]; check the checkpoint's "
+                    "config.json"
+                )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}; "

@@ -6,7 +6,7 @@ Data flow: `config.json` -> row of `family_table` -> network config (by the dial
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from dllm_jax.convert.config.canvas import diffusion_gemma, numbers
 from dllm_jax.convert.config.drafts import dflash
@@ -14,6 +14,7 @@ from dllm_jax.convert.config.fields import ConfigError, Fields, Json, well_forme
 from dllm_jax.convert.config.parsers import PARSERS, Parser
 from dllm_jax.convert.config.special_tokens import TokenizerFacts, first_id, ids, mask_id, stop_ids
 from dllm_jax.convert.config.writers import WRITERS
+from dllm_jax.convert.json_fields import check_fields
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.dflash import DFlashConfig
 from dllm_jax.models.family import Family, FamilyDefaults
@@ -188,17 +189,16 @@ def config_from_json(family: str | Family, mapping: Mapping[str, Any]) -> DenseC
         TypeError: An unknown entry, or one that is missing.
         ValueError: An unknown family, or an entry with an invalid value.
     """
-    entries = {key: _as_tuple(value) for key, value in mapping.items()}
-    if entries.get("rope_scaling") is not None:
-        scaling = entries["rope_scaling"]
+    entries = dict(mapping)
+    if (scaling := entries.get("rope_scaling")) is not None:
         kind = YarnScaling if "beta_fast" in scaling else Llama3Scaling
-        entries["rope_scaling"] = kind(**scaling)
+        entries["rope_scaling"] = _made(kind, "rope_scaling", scaling)
     row = family_named(family) if isinstance(family, str) else family
     if row.dialect == "dflash":
-        return DFlashConfig(**entries)
+        return _made(DFlashConfig, "config", entries)
     if row.dialect == "diffusion_gemma":
-        return GemmaConfig(**entries)
-    return (MoEConfig if "num_experts" in entries else DenseConfig)(**entries)
+        return _made(GemmaConfig, "config", entries)
+    return _made(MoEConfig if "num_experts" in entries else DenseConfig, "config", entries)
 
 
 def defaults_from_json(mapping: Mapping[str, Any], family: Family | None = None) -> FamilyDefaults:
@@ -212,8 +212,14 @@ def defaults_from_json(mapping: Mapping[str, Any], family: Family | None = None)
     """
     row = family or family_named(str(mapping.get("family")))
     usual = {"attention": row.attention, "alternatives": row.alternatives}
-    entries = {name: _as_tuple(value) for name, value in mapping.items()}
-    return FamilyDefaults(**{**usual, **entries})
+    return _made(FamilyDefaults, "defaults", {**usual, **mapping})
+
+
+def _made(kind: Any, path: str, entries: Mapping[str, Any]) -> Any:
+    """A dataclass whose fields have the types that it declares; JSON lists become tuples."""
+    hints = get_type_hints(kind)
+    check_fields(path, entries, {name: hints[name] for name in entries if name in hints})
+    return kind(**{name: _as_tuple(value) for name, value in entries.items()})
 
 
 def _as_tuple(value: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.api.json_fields import check_fields
+from dllm_jax.convert.json_fields import check_fields
 from dllm_jax.engine import checks
 from dllm_jax.engine.layout import EngineConfig
 from dllm_jax.engine.requests import Request, SamplingParams

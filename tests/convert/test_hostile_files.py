@@ -9,13 +9,16 @@ import pytest
 from safetensors.numpy import save_file
 
 from dllm_jax.cli import main
-from dllm_jax.convert import inspect
+from dllm_jax.convert import convert, inspect
 from dllm_jax.convert.inspection import _too_many
 from dllm_jax.convert.lora import _of_module
 from dllm_jax.convert.small_files import MOST_BYTES
+from dllm_jax.convert.tokenizer_files import read_facts
 from dllm_jax.loading.sources import LoadError, find_folder
 from dllm_jax.loading.tokenizer import encode, read_tokenizer
 from tests.golden.folders import INDEX, copy_golden
+from tests.oracles.checkpoints import write_tiny
+from tests.oracles.draft_files import write_draft
 
 DEEP = "[" * 100_000 + "]" * 100_000
 
@@ -107,6 +110,50 @@ def test_hostile_files_of_an_adapter_are_one_line(name, kind, tmp_path, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert len(line.encode()) < 1000
+
+
+def test_numbers_and_names_that_no_config_holds_are_problems(tmp_path):
+    """Item 9: each of them was an exception of another kind, or a line without end."""
+    yarn = {"rope_type": "yarn", "factor": 1e308, "original_max_position_embeddings": 1e308}
+    for family, entries, reported in (
+        ("llada2", {"partial_rotary_factor": 1e308}, "partial_rotary_factor=1e+308 must be"),
+        ("llada", {"mlp_hidden_size": ..., "mlp_ratio": 1e308}, "mlp_ratio=1e+308 must be"),
+        ("qwen3", {"rope_scaling": yarn}, "factor=1e+308 must be"),
+        ("qwen3", {"rope_scaling": "x" * 5000}, "must be an object or null"),
+    ):
+        folder = write_tiny(family, tmp_path / family)
+        config = {**json.loads((folder / "config.json").read_text()), **entries}
+        config = {key: value for key, value in config.items() if value is not ...}
+        (folder / "config.json").write_text(json.dumps(config))
+        problems = inspect(folder).problems
+        assert any(reported in problem for problem in problems), problems
+        assert max(map(len, problems)) <= 1000
+    folder = write_draft(tmp_path / "draft", architectures=[{"a": 1}])
+    assert all("\n" not in problem for problem in inspect(folder).problems)
+
+
+def test_an_id_of_a_token_may_be_a_text_of_digits(tmp_path):
+    folder = copy_golden("sdar", tmp_path / "sdar")
+    (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": "0", "b": 1}}}')
+    assert read_facts(folder).num_tokens == 2
+
+
+def test_every_field_of_a_converted_folder_has_its_kind(random_folder, tmp_path):
+    folder = convert(random_folder, tmp_path / "converted")
+    meta = json.loads((folder / "meta.json").read_text())
+    for part in ("config", "defaults"):
+        for name, value in meta[part].items():
+            numeric = isinstance(value, int | float)
+            for wrong in ({"a": [1]}, [None], *(["x\n" * 3000] if numeric else [])):
+                changed = {**meta, part: {**meta[part], name: wrong}}
+                (folder / "meta.json").write_text(json.dumps(changed))
+                problems = inspect(folder).problems
+                assert problems, (name, wrong)
+                assert max(map(len, problems)) <= 1000
+                assert all("\n" not in problem for problem in problems)
+    changed = {**meta, "config": {**meta["config"], "num_layers": 10**12}}
+    (folder / "meta.json").write_text(json.dumps(changed))
+    assert "num_layers=1000000000000 must be in [1, 10000]" in inspect(folder).problems[0]
 
 
 DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}

@@ -5,7 +5,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from dllm_jax.engine.checks import short_repr
+from .config.fields import shown
 
 MOST_INT = 2**63
 
@@ -18,13 +18,13 @@ def check_fields(path: str, fields: Any, hints: Mapping[str, Any]) -> None:
         hints: Of `Any` nothing but null is taken: what it would be is not in the file.
     """
     if not isinstance(fields, dict):
-        raise ValueError(f"{path}={short_repr(fields)} is no object")
+        raise ValueError(f"{path}={shown(fields)} is no object")
     for name, hint in hints.items():
         if name not in fields:
             raise ValueError(f"{path}.{name} is missing")
         if not _fits(fields[name], hint):
-            shown = getattr(hint, "__name__", None) if isinstance(hint, type) else None
-            raise ValueError(f"{path}.{name}={short_repr(fields[name])} is no {shown or hint}")
+            kind = getattr(hint, "__name__", None) if isinstance(hint, type) else None
+            raise ValueError(f"{path}.{name}={shown(fields[name])} is no {kind or hint}")
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -34,8 +34,11 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin in (types.UnionType, typing.Union):
         return any(_fits(value, one) for one in args)
     if origin in (list, tuple):
-        return isinstance(value, list) and all(_fits(one, args[0]) for one in value)
-    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(value, list | tuple):
+            return False
+        kinds = args if origin is tuple and args[-1] is not ... else args[:1] * len(value)
+        return len(kinds) == len(value) and all(map(_fits, value, kinds))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
         of_any = args[1] is Any
         return isinstance(value, dict) and all(of_any or _fits(v, args[1]) for v in value.values())
     if hint is int:
