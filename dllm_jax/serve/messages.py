@@ -175,7 +175,7 @@ def _texts(blocks: Any, where: str, is_result: bool = False) -> list[str]:
         raise Refusal(f"{where}={shown(blocks)} is no text and no list of blocks", param=where)
     found = []
     for i, block in enumerate(blocks):
-        kind = block.get("type") if isinstance(block, dict) else block
+        kind = block.get("type") if isinstance(block, dict) else None
         if is_result and kind in _PICTURES:
             found.append(NO_TEXT)
             continue

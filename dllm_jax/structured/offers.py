@@ -138,7 +138,13 @@ def _tool(tool: Mapping[str, Any], where: str) -> Tool:
     others = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"} & bare.keys()
     if not (bare.get("properties") or bare.get("additionalProperties") or others):
         bare = {"type": "object", "maxProperties": 0}
-    return Tool(name, json.dumps(bare, ensure_ascii=False), bool(said.get("strict")))
+    try:
+        text = json.dumps(bare, ensure_ascii=False, allow_nan=False)
+        text.encode()  # refuses halves of characters
+    except (TypeError, ValueError, RecursionError) as error:
+        why = ascii(str(error))[1:-1]
+        raise BadTool(f": {why:.200}; give JSON", f"{where}.parameters") from None
+    return Tool(name, text, bool(said.get("strict")))
 
 
 def _bare(schema: Any, where: str, deep: int) -> Any:

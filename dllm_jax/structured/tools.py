@@ -274,7 +274,9 @@ def _plain(schema: Any) -> Any:
             found[name] = {key: _plain(one) for key, one in schema[name].items()}
     if isinstance(schema.get("required"), list):
         found["required"] = [
-            one for one in schema["required"] if one in found.get("properties", {})
+            one
+            for one in schema["required"]
+            if isinstance(one, str) and one in found.get("properties", {})
         ]
     return found
 

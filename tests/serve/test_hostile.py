@@ -263,7 +263,7 @@ WRONG = [
     [None],
     {"type": []},
     NESTED,
-    ["a"] * 40,
+    ["text"] * 40,
 ]
 
 

@@ -7,6 +7,7 @@ import pytest
 from dllm_jax.structured import Budget, Choice, JsonSchema, Regex, limits
 from dllm_jax.structured.limits import Extent
 from dllm_jax.structured.regex import byte_automaton
+from dllm_jax.structured.tools import Tool, Tools
 
 KEYWORDS = [
     *("$schema", "$id", "id", "$ref", "$anchor", "$dynamicRef", "$dynamicAnchor"),
@@ -98,6 +99,13 @@ def test_c45_a1_any_keyword_with_any_value_compiles_or_is_refused(compiled):
             num_compiled += compiled(lambda: JsonSchema({name: value})) is None  # noqa: B023
     assert count > 5000
     assert num_compiled > 1000
+
+
+@pytest.mark.parametrize("value", VALUES[:8] + VALUES[-14:])
+def test_c45_a1_a_tool_with_any_value_compiles_or_is_refused(value, compiled):
+    for name in ("type", "required", "properties", "$ref", "items", "anyOf", "enum", "minItems"):
+        schema = json.dumps({"maxItems": "#", "properties": {"a": {}}, name: value})
+        compiled(lambda: Tools((Tool("f", schema),)))  # noqa: B023
 
 
 @pytest.mark.parametrize("said", [str(2**64), str(-(2**63) - 1), "1" + 30 * "0", 5000 * "1"])

@@ -6,6 +6,7 @@ over every strategy; `json` and `jsonschema` judge the calls.
 
 import dataclasses
 import json
+import math
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -162,6 +163,10 @@ def tool(name="f", **fields):
         ([tool(name="a b")], None, "tools[0].function.name"),
         ([tool(), tool()], None, "tools[1].function.name"),
         ([tool(parameters={"type": "string"})], None, "tools[0].function.parameters"),
+        *(
+            ([tool(parameters={"properties": {"a": one}})], None, "tools[0].function.parameters")
+            for one in ({"minimum": math.nan}, {"enum": ["\ud800"]}, {"const": object()})
+        ),
         ([tool(f"f{i}") for i in range(129)], None, "tools"),
         ([tool()], "some", "tool_choice"),
         ([tool()], {"type": "function", "function": {"name": "g"}}, "tool_choice"),
