@@ -55,6 +55,8 @@ class _Sending:
         self._is_plain = cycle.scope["http_version"] != "1.1"
 
     async def __call__(self, message: Any) -> None:
+        # uvicorn marks the last request alone, and others may wait before it.
+        self._cycle.disconnected |= self._cycle.transport.is_closing()
         head, self._head = self._head, None
         if head is not None:
             if self._write_whole(head, message):
@@ -124,6 +126,7 @@ class _Protocol(HttpToolsProtocol):
     _in_head, _is_read = True, False
     _is_extra = False
     _refusal = _INVALID
+    _before: Any = None  # the request before that under way
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -255,6 +258,7 @@ class _Protocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         self._in_head, self.waits_since = False, None
+        self._before = self.cycle
         super().on_headers_complete()
 
     def _check_head(self) -> None:
@@ -314,12 +318,18 @@ class _Protocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Say what was wrong, and close; requests that were whole before are answered first."""
+        if self.pipeline and self.cycle.more_body:
+            self.pipeline.popleft()
+            self.cycle = self._before
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             if not cycle.more_body:
                 cycle.keep_alive = False
                 return
             cycle.disconnected = True
+        elif cycle is not None and not self._in_head:  # answered before its body broke
+            self.transport.close()
+            return
         self._refuse(*self._refusal)
 
     def _refuse(self, status: int, code: str, said: str) -> None:

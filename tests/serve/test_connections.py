@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 import socket
+import struct
 import time
 
 import pytest
@@ -147,6 +148,22 @@ def test_item_4_what_follows_a_refusal_or_an_answer_is_no_request_of_its_own(ser
     data = server.raw(head(sized(BODY)) + BODY + b"\0 rubbish\r\n\r\n", HIDDEN)
     assert statuses(data) == [200]  # what was whole is answered, then the end
     assert statuses(server.raw(HIDDEN * 5 + LIVE)) == [200] * 6
+
+
+def test_item_4_a_body_that_breaks_takes_no_answer_from_another(server):
+    whole, broken = head(sized(BODY)) + BODY, head(CHUNKED) + b"zz\r\n"
+    assert statuses(server.raw(whole + whole + broken)) == [200, 200]
+    assert statuses(server.raw(head(CHUNKED, path=b"/nope") + b"1\r\nx\r\n", b"zz\r\n")) == [404]
+
+
+def test_item_4_a_client_that_leaves_several_requests_is_no_error(server):
+    whole = head(sized(BODY)) + BODY
+    for _ in range(20):
+        with connect(server) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.sendall(whole * 9)
+    assert statuses(server.raw(LIVE)) == [200]
+    assert server.lines("stderr") == []
 
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
