@@ -3,7 +3,7 @@
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from .config.fields import shown
 
@@ -36,11 +36,14 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin in (list, tuple):
         if not isinstance(value, list | tuple):
             return False
-        kinds = args if origin is tuple and args[-1] is not ... else args[:1] * len(value)
-        return len(kinds) == len(value) and all(map(_fits, value, kinds))
+        values: list[Any] = [*value]
+        kinds = args if origin is tuple and args[-1] is not ... else args[:1] * len(values)
+        return len(kinds) == len(values) and all(map(_fits, values, kinds))
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        of_any = args[1] is Any
-        return isinstance(value, dict) and all(of_any or _fits(v, args[1]) for v in value.values())
+        if not isinstance(value, dict):
+            return False
+        held = cast("dict[str, Any]", value)
+        return args[1] is Any or all(_fits(one, args[1]) for one in held.values())
     if hint is int:
         return type(value) is int and abs(value) < MOST_INT
     if hint is float:
