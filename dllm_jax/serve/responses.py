@@ -218,7 +218,7 @@ def _text(content: Any, where: str, is_result: bool = False) -> str:
         raise Refusal(f"{where}={shown(content)} is no text and no list of parts", param=where)
     found = []
     for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else part
+        kind = part.get("type") if isinstance(part, dict) else None
         if is_result and kind in ("input_image", "input_file"):
             found.append(NO_TEXT)
             continue
