@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import functools
 import inspect
+import itertools
 import math
 import numbers
 import operator
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 _Kind = TypeVar("_Kind")
 MOST = 2**31 - 1  # the largest count that fits the device's int32
+MOST_LISTED = 1 << 24  # more than any list of ids or strings that can run
 
 
 _SHORT = reprlib.Repr()
@@ -82,14 +84,29 @@ def boolean(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def token_ids(name: str, ids: Any, most: int | None = None) -> list[int]:
+def listed(name: str, values: Iterable[Any]) -> list[Any]:
+    """Values as a list, of which an endless or broken iterator is refused."""
+    try:
+        found = list(itertools.islice(values, MOST_LISTED + 1))
+    except Exception as error:  # whatever the caller's iterator raises
+        raise ValueError(
+            f"{name} of type {type(values).__name__} cannot be read ({type(error).__name__}); "
+            "give a list"
+        ) from error
+    if len(found) > MOST_LISTED:
+        raise ValueError(f"{name} holds more than {MOST_LISTED} values; give fewer")
+    return found
+
+
+def token_ids(name: str, ids: Any, most: int | None = None, what: str = "token ids") -> list[int]:
     """Ids as a list of ints; with `most`, each in [0, most]."""
     try:
-        plain = list(map(operator.index, ids.tolist() if hasattr(ids, "tolist") else ids))
+        ids = ids.tolist() if hasattr(ids, "tolist") else ids
+        plain = list(map(operator.index, listed(name, ids) if isinstance(ids, Iterable) else ids))
     except TypeError:
         text = short_repr(ids)
         text = text if len(text) <= 60 else f"of type {type(ids).__name__}"
-        raise ValueError(f"{name} is {text}; give one list of whole numbers, token ids") from None
+        raise ValueError(f"{name} is {text}; give one list of whole numbers, {what}") from None
     if most is not None:
         for token in plain:
             whole_number(name, token, 0, most)
@@ -103,7 +120,7 @@ def stop_strings(stop: Any) -> tuple[str, ...]:
         raise ValueError(
             f"stop={short_repr(stop)} must be a string or several; give those that end the text"
         )
-    stops = tuple(stops)
+    stops = tuple(listed("stop", stops))
     for text in stops:
         if not isinstance(text, str) or not text:
             raise ValueError(

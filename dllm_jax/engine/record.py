@@ -8,12 +8,16 @@ import dataclasses
 import json
 import math
 import os
+import stat
 import tempfile
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple, get_args
 
 import numpy as np
+
+from dllm_jax.engine.checks import MOST_LISTED, short_repr, whole_number
 
 VERSION = 1
 Align = Literal["grid", "prompt", "causal", "window"]
@@ -219,29 +223,81 @@ def load_records(path: str | os.PathLike[str]) -> list[Record]:
         OSError: There is no such file.
         ValueError: It holds no records, or those of another version.
     """
+    path = os.fspath(path)
     try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as held:
-            if (version := int(held["version"])) != VERSION:
-                raise ValueError(f"{version=}, and this program reads {VERSION}")
-            columns = {
-                name: np.split(held[name], np.cumsum(held[f"{name}.lengths"])[:-1])
-                for name in held.files
-                if f"{name}.lengths" in held.files
-            }
-            facts = json.loads(str(held["facts"]))
-            kept = [name for name in columns if name.startswith("kept.")]
-            return [
-                Record(
-                    **{name: columns[name][i] for name in _ARRAYS},
-                    **{name: one[name] for name in _FACTS},
-                    kept={name.removeprefix("kept."): columns[name][i] for name in kept},
-                )
-                for i, one in enumerate(facts)
-            ]
-    except OSError:
-        raise
-    except Exception as error:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ValueError("it is no regular file")
+        file = open(path, "rb")  # noqa: SIM115  (its own errors pass)
+    except ValueError as error:  # of a name too
+        raise ValueError(f"{short_repr(path)} holds no records: {error}; give a file") from error
+    try:
+        with file:
+            _check_sizes(file)
+            with np.load(file, allow_pickle=False) as held:
+                return _records_of({name: held[name] for name in held.files})
+    except Exception as error:  # a damaged file may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ValueError(
-            f"{os.fspath(path)!r} holds no records ({type(error).__name__}: {error}); give what "
-            "save_records wrote"
+            f"{short_repr(path)} holds no records ({reason}); give what save_records wrote"
         ) from error
+
+
+def _check_sizes(file: IO[bytes]) -> None:
+    """Refuse arrays that take more than their bytes in the file."""
+    with zipfile.ZipFile(file) as packed:
+        for info in packed.infolist():
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"{info.filename} is compressed")
+            with packed.open(info) as member:
+                version = np.lib.format.read_magic(member)
+                if version != (1, 0):
+                    raise ValueError(f"{info.filename} has {version=}")
+                shape, _, dtype = np.lib.format.read_array_header_1_0(member)
+                if math.prod(shape) * dtype.itemsize != info.file_size - member.tell():
+                    raise ValueError(f"{info.filename} has {shape=}, which its bytes are not")
+    file.seek(0)
+
+
+def _records_of(held: Mapping[str, np.ndarray]) -> list[Record]:
+    """Records of a file's arrays, each of its kind."""
+    if (version := held["version"].item()) != VERSION:
+        raise ValueError(f"{version=}, and this program reads {VERSION}")
+    facts = json.loads(str(held["facts"]))
+    if not isinstance(facts, list):
+        raise ValueError("facts are no list")
+    kinds = {"prompt_ids": np.int32, **WRITES}
+    columns = {}
+    for name in dict.fromkeys([*_ARRAYS, *(name for name in held if name.startswith("kept."))]):
+        if name.endswith(".lengths"):
+            continue
+        values, lengths = held[name], held[f"{name}.lengths"]
+        if facts and name in kinds and (values.ndim != 1 or values.dtype != kinds[name]):
+            raise ValueError(f"{name} is {values.dtype}{values.shape}")
+        counts = list(map(int, lengths.tolist())) if lengths.dtype == np.int64 else []
+        is_whole = values.ndim > 0 and sum(counts) == len(values) and min(counts, default=0) >= 0
+        if len(counts) != len(facts) or not is_whole:
+            raise ValueError(f"{name}.lengths are not those of {len(facts)} records")
+        columns[name] = np.split(values, np.cumsum(counts)[:-1])
+    found = []
+    for i, one in enumerate(facts):
+        _check_facts(f"facts[{i}]", one)
+        arrays = {name: columns[name][i] for name in _ARRAYS}
+        if len({len(arrays[name]) for name in WRITES}) > 1:
+            raise ValueError(f"the writes of record {i} differ in their number")
+        place = arrays["position"]
+        if len(place) and place.min() < len(arrays["prompt_ids"]):
+            raise ValueError(f"a write of record {i} is in its prompt")
+        kept = {name.removeprefix("kept."): c[i] for name, c in columns.items() if "kept." in name}
+        found.append(Record(**arrays, **{name: one[name] for name in _FACTS}, kept=kept))
+    return found
+
+
+def _check_facts(name: str, one: Any) -> None:
+    """Refuse facts that `save_records` does not write."""
+    if not isinstance(one, dict) or not isinstance(one["law"], dict):
+        raise ValueError(f"{name}={short_repr(one)} is no record's")
+    whole_number(f"{name}.length", one["length"], 0, MOST_LISTED)
+    whole_number(f"{name}.last", one["last"], -1)
+    whole_number(f"{name}.law.block_size", one["law"]["block_size"])
+    if one["law"]["align"] not in get_args(Align):
+        raise ValueError(f"{name}.law.align={short_repr(one['law']['align'])} is not known")
