@@ -5,6 +5,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from dllm_jax.engine import checks
 from dllm_jax.engine.layout import EngineConfig
 from dllm_jax.loading.load import load, place, with_kv_cache
@@ -32,7 +34,7 @@ def engine_config(config: EngineConfig | None, sizes: Mapping[str, Any]) -> Engi
     Raises:
         ValueError: Both are given, or a size is out of range.
     """
-    sizes = {name: size.item() if hasattr(size, "item") else size for name, size in sizes.items()}
+    sizes = {name: _plain(size) for name, size in sizes.items()}
     if config is None:
         return EngineConfig(**sizes)
     if not isinstance(config, EngineConfig):
@@ -42,6 +44,11 @@ def engine_config(config: EngineConfig | None, sizes: Mapping[str, Any]) -> Engi
     if both:
         raise ValueError(f"{', '.join(both)} beside config, which has these sizes; set them there")
     return config
+
+
+def _plain(size: Any) -> Any:
+    """A number of NumPy as Python's; EngineConfig refuses other arrays."""
+    return size.item() if isinstance(size, np.generic) else size
 
 
 def model_of(model: Any, num_devices: Any, **of_load: Any) -> Model:
@@ -60,7 +67,7 @@ def model_of(model: Any, num_devices: Any, **of_load: Any) -> Model:
         )
     kv_cache_dtype = of_load.pop("kv_cache_dtype", "auto")
     for name, value in of_load.items():
-        if value not in ("auto", None, False):
+        if not (value is None or value is False or (isinstance(value, str) and value == "auto")):
             raise ValueError(
                 f"{name}={checks.short_repr(value)} is for a model that is loaded here; "
                 "give it to dj.load"

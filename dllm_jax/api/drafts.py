@@ -44,6 +44,10 @@ def bind_draft(strategy: Any, draft: Source | None, target: Model) -> Bound:
     if not names and draft is None:
         return Bound(strategy, {})
     name = type(strategy).__name__
+    if not isinstance(draft, Model | str | os.PathLike | None):
+        raise ValueError(
+            f"draft has type {type(draft).__name__}; give what dj.load takes, or what it returns"
+        )
     source = draft.source if isinstance(draft, Model) else draft and os.fspath(draft)
     given = f"draft={short_repr(source)}"
     if not names:
@@ -53,7 +57,7 @@ def bind_draft(strategy: Any, draft: Source | None, target: Model) -> Bound:
         )
     if len(names) > 1:
         raise ValueError(
-            f"{given}: {name} needs {len(names)} models beside its own ({', '.join(names)}), one "
+            f"{given}: {name} needs {len(names)} models beside its own, {short_repr(names)}; one "
             "can be given; use a strategy that needs one"
         )
     if draft is None:

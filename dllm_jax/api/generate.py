@@ -7,6 +7,7 @@ for callers that read the state between steps.
 
 import dataclasses
 import functools
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from dllm_jax.api.drafts import Bound, Source
 from dllm_jax.api.strategy import bind_strategy, check_number
-from dllm_jax.engine.checks import short_repr, token_ids
+from dllm_jax.engine.checks import boolean, listed, set_fields, short_repr, token_ids, whole_number
 from dllm_jax.engine.layout import PAGE_SIZE
 from dllm_jax.engine.rules import NUMBERS, Range, check_ids
 from dllm_jax.loading.load import load, with_kv_cache
@@ -36,7 +37,6 @@ MIN_PROMPT_BUCKET = 64
 STOP_BUCKET = 8
 MOST_TOKENS = 1 << 24  # more positions than any model has; the output is an array of that width
 _NUMBERS = {name: NUMBERS[name] for name in ("temperature", "top_p", "max_nfe")} | {
-    "max_tokens": Range(1, MOST_TOKENS),
     "top_k": Range(0, NO_LIMIT),
 }
 
@@ -73,6 +73,12 @@ class Wishes:
     prompt_len: Any = None
     draft: Source | None = None
     key: Any = None
+
+    def __post_init__(self):
+        most = whole_number("max_tokens", self.max_tokens, 1, MOST_TOKENS)
+        ids = token_ids("stop_token_ids", self.stop_token_ids, NO_LIMIT)
+        set_fields(self, {"max_tokens": most, "stop_token_ids": ids})
+        boolean("ignore_eos", self.ignore_eos)
 
 
 class Session(struct.PyTreeNode):
@@ -134,9 +140,10 @@ def generate(
         draft=draft,
         key=key,
     )
-    model = with_kv_cache(load(model) if isinstance(model, str) else model, kv_cache_dtype)
+    model = with_kv_cache(loaded(model), kv_cache_dtype)
     model, bound, batch = _prepare(model, prompts, strategy, wishes)
-    return _generate(model, *bound, batch, max_tokens, attention_implementation)
+    _check_attention(attention_implementation)
+    return _generate(model, *bound, batch, wishes.max_tokens, attention_implementation)
 
 
 def start(
@@ -150,6 +157,7 @@ def start(
     """Prefill a batch and stop before its first step; `request` is `generate`'s keywords."""
     wishes = Wishes(**request)
     model, bound, batch = _prepare(model, prompts, strategy, wishes)
+    _check_attention(attention_implementation)
     state = _start(model, *bound, batch, wishes.max_tokens, attention_implementation)
     return Session(*bound, state)
 
@@ -172,17 +180,38 @@ def advance(
 # --- the host side --------------------------------------------------------
 
 
+def loaded(model: Any) -> Model:
+    """The model, given or named.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if isinstance(model, str | os.PathLike):
+        return load(model)
+    if not isinstance(model, Model):
+        raise ValueError(
+            f"model has type {type(model).__name__}; give what dj.load takes, or what it returns"
+        )
+    return model
+
+
+def _check_attention(name: Any) -> None:
+    if not isinstance(name, str | None):
+        raise ValueError(
+            f"attention_implementation={short_repr(name)} is no name; give one, or None for the "
+            "best"
+        )
+
+
 def _prepare(
     model: Model | str, prompts: Any, strategy: Any, wishes: Wishes
 ) -> tuple[Model, Bound, decode.Batch]:
     """Check the arguments of a call and turn them into arrays of bucketed shapes."""
-    model = load(model) if isinstance(model, str) else model
+    model = loaded(model)
     strategy, aux = bind_strategy(model, strategy, wishes.draft)
     bare, knobs = split_knobs(strategy)
     for name, allowed in _NUMBERS.items():
         check_number(name, getattr(wishes, name), *allowed[:3])
-    for stop in token_ids("stop_token_ids", wishes.stop_token_ids):
-        check_number("stop_token_ids", stop, *NUMBERS["stop_token_ids"][:3])
     ids, lengths = _pad_prompts(model, prompts, wishes.prompt_len)
     B = ids.shape[0]
     if model.split is not None and B % model.split.num_batches:
@@ -197,6 +226,8 @@ def _prepare(
 
     def a_row(name: str, value: Any, usual: Any, dtype: Any) -> Array:
         value = usual if value is None else value
+        if value is None:
+            raise ValueError(f"{name}=None is no number; leave it out, or give one")
         if np.shape(value) not in ((), (1,), (B,)):
             raise ValueError(
                 f"{name} has shape {np.shape(value)}; give one value or {B}, one a row"
@@ -253,12 +284,16 @@ def _pad_prompts(model: Model, prompts: Any, prompt_len: Any) -> tuple[Array, Ar
         ids = jnp.pad(ids, ((0, 0), (0, _bucket(T) - T)))
         return ids, jnp.broadcast_to(lengths, (B,))
     if hasattr(prompts, "ndim"):
-        if prompts.ndim != 2 or not prompts.size:
+        if isinstance(prompts, np.generic) or prompts.ndim != 2 or not prompts.size:
             raise ValueError(f"prompts have shape {prompts.shape}; give [batch, tokens], not empty")
         B, T = prompts.shape
-        lengths = np.broadcast_to(T if prompt_len is None else np.asarray(prompt_len), (B,))
-        for i, length in enumerate(lengths):
-            check_number(f"prompt_len[{i}]", length, 0, T, whole=True)
+        check_number("prompt_len", prompt_len, 0, T, whole=True)
+        lengths = np.asarray(T if prompt_len is None else prompt_len, np.int32)
+        if lengths.shape not in ((), (1,), (B,)):
+            raise ValueError(
+                f"prompt_len has shape {lengths.shape}; give one length or {B}, one a row"
+            )
+        lengths = np.broadcast_to(lengths, (B,))
         prompts = [row[:n].tolist() for row, n in zip(np.asarray(prompts), lengths, strict=True)]
     elif prompt_len is not None:
         raise ValueError("prompt_len goes with an array of prompts; lists have their own lengths")
@@ -268,6 +303,7 @@ def _pad_prompts(model: Model, prompts: Any, prompt_len: Any) -> tuple[Array, Ar
 def _pad_lists(model: Model, prompts: Any) -> tuple[Array, Array]:
     most, vocab = model.config.max_position, model.config.vocab_size
     is_many = isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | Mapping)
+    prompts = listed("prompts", prompts) if is_many else prompts
     if not is_many or any(isinstance(row, str | int) for row in prompts):
         raise ValueError(
             "prompts are lists of token ids, one list a prompt; "
@@ -304,8 +340,13 @@ def _row_keys(key: Any, num_rows: int) -> PRNGKeyArray:
     key = jax.random.key(0) if key is None else key
     if not hasattr(key, "dtype"):
         raise ValueError(f"key={short_repr(key)} is no random key; give jax.random.key(seed)")
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)
+    try:
+        if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+            key = jax.random.wrap_key_data(key)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"key={short_repr(key)} is no data of a random key; give jax.random.key(seed)"
+        ) from error
     if key.ndim == 0:
         return jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(num_rows))
     if key.shape != (num_rows,):

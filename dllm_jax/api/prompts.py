@@ -50,7 +50,7 @@ def each_prompt(prompts: Any) -> list[Prompt]:
             f"prompts has type {type(prompts).__name__}; give a text, or a list of texts and of "
             "lists of token ids"
         )
-    prompts = list(prompts)
+    prompts = checks.listed("prompts", prompts)
     if prompts and all(
         hasattr(one, "__index__") and not getattr(one, "ndim", 0) for one in prompts
     ):

@@ -89,7 +89,9 @@ def resume(
             a value that no engine wrote.
     """
     if not 0 <= which < len(snapshot.texts):
-        raise SnapshotError(f"{which=}: the snapshot holds {len(snapshot.texts)} texts")
+        raise SnapshotError(
+            f"{which=}: the snapshot holds {len(snapshot.texts)} texts; give one of them"
+        )
     try:
         return _resumed(snapshot, which, model, implementation, draft, given)
     except (KeyError, IndexError, TypeError, OverflowError, AttributeError) as error:
@@ -158,7 +160,9 @@ def _resumed(
 def _check_text(path: str, text: SavedText, fresh: Placement, vocab_size: int) -> None:
     """Refuse tokens and a placement that do not belong to the text's prompt and parameters."""
     if not all(0 <= token < vocab_size for token in text.tokens):
-        raise SnapshotError(f"{path}.tokens holds an id outside [0, {vocab_size})")
+        raise SnapshotError(
+            f"{path}.tokens holds an id outside [0, {vocab_size}); it cannot be replayed"
+        )
     for field in dataclasses.fields(Placement):
         name = field.name
         stored, made = getattr(text.placement, name), getattr(fresh, name)

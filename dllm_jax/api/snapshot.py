@@ -27,6 +27,7 @@ import jax
 import numpy as np
 
 from dllm_jax.convert.json_fields import check_fields
+from dllm_jax.engine.checks import short_repr
 from dllm_jax.engine.layout import EngineConfig, Placement, SamplingNumbers
 from dllm_jax.engine.requests import SamplingParams
 from dllm_jax.engine.sequence import Sequence
@@ -253,8 +254,8 @@ def load_snapshot(path: str | Path) -> Snapshot:
         version = layout["version"]
         if version != VERSION:
             raise SnapshotError(
-                f"snapshot {str(path)!r} has version {version}, this program reads {VERSION}; "
-                f"use dllm-jax {layout.get('dllm_jax')}"
+                f"snapshot {str(path)!r} has version {short_repr(version)}, this program reads "
+                f"{VERSION}; use dllm-jax {short_repr(layout.get('dllm_jax'))}"
             )
         slots = _read_slots(folder / SLOTS)
         texts = [
@@ -376,7 +377,11 @@ def _field_value(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if "needs" in value:
-        return Needs(**_tuples(value["needs"]))
+        fields = value["needs"]
+        hints = {**typing.get_type_hints(Needs), "prompt": str}
+        path = "strategy.fields.needs"
+        check_fields(path, fields, {name: hints[name] for name in fields if name in hints})
+        return Needs(**_tuples(fields))
     if "tuple" in value:
         return tuple(map(_field_value, value["tuple"]))
     module, _, name = _in_package(value["function"]).rpartition(":")

@@ -202,14 +202,20 @@ def _check_routing(model: Model, strategy: Any, name: str) -> None:
 def check_number(
     name: str, value: Any, low: float, high: float | None, whole: bool = False
 ) -> None:
-    """Check a plain number; arrays and tracers pass unchecked."""
-    if value is None or isinstance(value, Tracer) or np.ndim(value) > 0:
+    """Check a number, or each of an array; tracers pass unchecked."""
+    if value is None or isinstance(value, Tracer):
         return
     try:
-        number = float(value)
-    except (OverflowError, TypeError, ValueError):
-        number = math.nan
-    if not low <= number <= (math.inf if high is None else high) or (whole and number % 1):
+        found = np.asarray(math.nan if isinstance(value, bool) else value, np.float64)
+    except Exception:  # whatever a value raises that is no array
+        found = np.full((), math.nan)
+    fits = (found >= low) & (found <= (math.inf if high is None else high))
+    if whole:
+        fits &= np.mod(found, 1, where=fits, out=np.ones_like(found)) == 0
+    if not fits.all():
+        if found.ndim == 1:
+            at = int(np.argmin(fits))
+            name, value = f"{name}[{at}]", np.asarray(value)[at]
         kind = "a whole number" if whole else "a number"
         given = short_repr(value.item() if isinstance(value, np.generic) else value)
         raise ValueError(f"{name}={given} must be {kind} in [{low}, {high}]; choose a value there")

@@ -69,6 +69,11 @@ class EngineConfig:
             if default is not None or getattr(self, name) is not None:
                 number = checks.whole_number(name, getattr(self, name))
                 object.__setattr__(self, name, number)
+        for name in ("enable_prefix_caching", "batch_invariant", "logprobs"):
+            object.__setattr__(self, name, checks.boolean(name, getattr(self, name)))
+        for name in ("slot_buckets", "page_buckets", "prefill_buckets"):
+            if (sizes := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(checks.listed(name, sizes)))
         sizes = self.prefill_buckets or ()
         if any(isinstance(size, int) and size > MOST_PREFILL for size in sizes):
             raise ValueError(

@@ -84,9 +84,10 @@ class SamplingParams:
             "stop_token_ids": tuple(checks.token_ids("stop_token_ids", stop_ids, checks.MOST)),
             "strategy_overrides": checks.overrides(self.strategy_overrides),
         }
-        if self.constraint_confidence not in ("raw", "plan"):
+        confidence = self.constraint_confidence
+        if not isinstance(confidence, str) or confidence not in ("raw", "plan"):
             raise ValueError(
-                f"constraint_confidence={checks.short_repr(self.constraint_confidence)} is not "
+                f"constraint_confidence={checks.short_repr(confidence)} is not "
                 'known; use "raw" or "plan"'
             )
         for name in _NUMBERS:

@@ -91,11 +91,11 @@ def load(
     split = None if mesh is None else as_split(mesh)
     source = os.fspath(src)
     _check_kv_cache(kv_cache_dtype)
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise LoadError(
             f"dtype={short_repr(dtype)} is not supported; use one of {', '.join(_DTYPES)}"
         )
-    if quantization not in (None, *QUANTIZATIONS):
+    if not isinstance(quantization, str | None) or quantization not in (None, *QUANTIZATIONS):
         raise LoadError(
             f"quantization={short_repr(quantization)} is not supported; use one of "
             f"{', '.join(QUANTIZATIONS)}"
@@ -188,7 +188,8 @@ def with_kv_cache(model: Model, kv_cache_dtype: KVCacheDType | None) -> Model:
 
 
 def _check_kv_cache(kv_cache_dtype: Any) -> None:
-    if kv_cache_dtype not in (None, *kv_cache.KV_CACHE_DTYPES):
+    known = (None, *kv_cache.KV_CACHE_DTYPES)
+    if not isinstance(kv_cache_dtype, str | None) or kv_cache_dtype not in known:
         raise LoadError(
             f"kv_cache_dtype={short_repr(kv_cache_dtype)} is not supported; use one of "
             f"{', '.join(kv_cache.KV_CACHE_DTYPES)}"

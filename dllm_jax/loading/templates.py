@@ -26,6 +26,8 @@ from jinja2.compiler import CodeGenerator
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from dllm_jax.strategies.core.checks import short_repr
+
 MOST_SECONDS = 5.0  # of CPU time for a template
 _EVENTS_A_LOOK = 20  # lines of Python code between two looks at the clock
 MOST = 10_000_000  # characters and items of a value, and what a number may ask for
@@ -125,10 +127,18 @@ def tool_schema(tool: Any) -> Any:
     if isinstance(tool, Mapping):
         return tool
     if not callable(tool):
-        raise ValueError(f"tool {tool!r} is neither a JSON schema nor a function; give one")
+        said = short_repr(tool)
+        raise ValueError(f"tool {said} is neither a JSON schema nor a function; give one")
     from transformers.utils.chat_template_utils import get_json_schema
 
-    return get_json_schema(tool)
+    try:
+        return get_json_schema(tool)
+    except Exception as error:  # of its parser; not all are ValueErrors
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"tool {short_repr(tool)} has no schema ({reason}); give it types and a docstring with "
+            "Args, or a JSON schema"
+        ) from error
 
 
 def _named_thinking(message: dict[str, Any]) -> dict[str, Any]:

@@ -19,9 +19,8 @@ import numpy as np
 from dllm_jax.api import generate
 from dllm_jax.api.drafts import bind_draft
 from dllm_jax.api.strategy import resolve_strategy
-from dllm_jax.engine.checks import token_ids, whole_number
+from dllm_jax.engine.checks import MOST, listed, short_repr, token_ids, whole_number
 from dllm_jax.engine.record import Record, record_of
-from dllm_jax.loading.load import load
 from dllm_jax.loading.model import Model
 from dllm_jax.loading.tokenizer import encode
 from dllm_jax.runner import decode
@@ -211,14 +210,16 @@ def record(
         record = dj.record("builtin:tiny-sdar", ["2 + 2 ="], max_tokens=32, keep=["top"])[0].record
         record.position, record.step, record.log_prob, record.kept["top_ids"]
     """
-    keep = (keep,) if isinstance(keep, str) else tuple(keep)
-    if unknown := [name for name in keep if name not in KEPT]:
-        raise ValueError(f"keep={unknown[0]!r} is not known; use some of {', '.join(KEPT)}")
-    model = load(model) if isinstance(model, str) else model
+    keep = (keep,) if isinstance(keep, str) else tuple(listed("keep", keep))
+    if unknown := [name for name in keep if not isinstance(name, str) or name not in KEPT]:
+        said = short_repr(unknown[0])
+        raise ValueError(f"keep={said} is not known; use some of {', '.join(KEPT)}")
+    model = generate.loaded(model)
     num_top = whole_number("num_top", num_top, 1, model.config.vocab_size)
-    places = token_ids("logits_at", logits_at)
+    places = token_ids("logits_at", logits_at, MOST, "positions")
+    prompt = prompt if isinstance(prompt, str) else listed("prompt", prompt)
     is_many = not isinstance(prompt, str) and any(
-        isinstance(one, str) or np.ndim(one) for one in prompt
+        isinstance(one, str) or (hasattr(one, "__iter__") and np.ndim(one)) for one in prompt
     )
     rows = [list(_ids(model, one)) for one in (prompt if is_many else [prompt])]
     draft = request.pop("draft", None)

@@ -69,7 +69,7 @@ def test_a_draft_that_nobody_asked_for_is_named(folder, target):
     two: Any = SimpleNamespace(needs=Needs("whole_causal", aux=("draft", "judge")))
     for given in (draft, None):
         with pytest.raises(
-            ValueError, match=r"needs 2 models beside its own \(draft, judge\), one"
+            ValueError, match=r"needs 2 models beside its own, \('draft', 'judge'\); one"
         ):
             bind_draft(two, given, target)
 

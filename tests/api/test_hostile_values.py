@@ -1,8 +1,10 @@
 """Proves that an error names any value in one short line, also one that has no `repr`."""
 
 import dataclasses
+import itertools
 from typing import Any, cast
 
+import jax.numpy as jnp
 import pytest
 
 import dllm_jax as dj
@@ -12,6 +14,7 @@ from dllm_jax.engine.layout import EngineConfig
 from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.loading import chat
 from dllm_jax.loading.sources import LoadError
+from dllm_jax.loading.templates import tool_schema
 from dllm_jax.strategies import load_strategy
 from dllm_jax.strategies.core import checks as field_checks
 
@@ -84,6 +87,42 @@ def test_models_strategies_and_chats_refuse_it_in_one_line(value):
         lambda: chat.render(cast("Any", object()), [{"role": "user", "content": "x"}], tools=value),
     )
     assert [text for text in map(refusal, calls) if text is not None and not is_short(text)] == []
+
+
+class Broken:
+    def __iter__(self):
+        raise RuntimeError("one\ntwo")
+
+
+ODD = [*HOSTILE, Broken(), itertools.repeat(1), jnp.zeros(3), [None], [10**40], 1j, b"a", True]
+
+
+@pytest.mark.parametrize(
+    "value", ODD, ids=[*IDS, *["broken", "endless", "array", "null", "huge", "1j", "bytes", "true"]]
+)
+def test_every_argument_of_a_call_refuses_it_in_one_line(value, monkeypatch):
+    monkeypatch.setattr(checks, "MOST_LISTED", 1 << 10)
+    model = dj.load("builtin:tiny-sdar")
+    given: dict[str, Any] = {"model": model, "prompts": [[1, 2]], "max_tokens": 4}
+    numbers = ("max_tokens", "temperature", "top_k", "top_p", "max_nfe", "prompt_len", "key")
+    names = ("model", "prompts", "stop_token_ids", "draft", "attention_implementation", *numbers)
+    calls = [lambda name=name: dj.generate(**{**given, name: value}) for name in names]
+    given_one = {"model": model, "prompt": [1, 2], "max_tokens": 4}
+    names = ("prompt", "keep", "num_top", "logits_at")
+    calls += [lambda name=name: dj.record(**{**given_one, name: value}) for name in names]
+    names = ("draft", "dtype", "lora", "max_num_seqs", "logprobs", "quantization")
+    calls += [lambda name=name: dj.LLM(model, **{name: value}, warm_up=False) for name in names]
+    reported = [text for text in map(refusal, calls) if text is not None]
+    assert len(reported) >= 10
+    assert [text for text in reported if not is_short(text)] == []
+
+
+def test_a_function_without_types_or_a_docstring_is_no_tool():
+    for tool in (lambda city: city, int, jnp.zeros((2, 2))):
+        text = refusal(lambda tool=tool: tool_schema(tool))
+        assert text is not None
+        assert text.startswith("tool ")
+        assert is_short(text)
 
 
 def test_a_source_of_any_length_is_a_short_line():

@@ -7,6 +7,8 @@ of their text, and the rooms that chunks of steps leave between fetches.
 """
 
 import dataclasses
+import json
+import os
 from unittest import mock
 
 import jax
@@ -199,6 +201,7 @@ def test_file_holds_the_records_and_what_was_kept(tmp_path):
     (tmp_path / "other.npz").write_bytes(b"PK\x03\x04 no archive")
     with pytest.raises(ValueError, match=r"holds no records .* give what save_records wrote"):
         dj.load_records(tmp_path / "other.npz")
+    _damaged_records_are_one_line(tmp_path)
     with pytest.raises(ValueError, match="keep='tokens' is not known; use some of token, conf"):
         dj.record(model, PROMPT, BLOCKS, keep=["tokens"])
 
@@ -298,3 +301,23 @@ def test_a_strategy_reads_the_number_itself():
     by_prob = dj.record(models.plain(), PROMPT, accepts_by("confidence", 0.06), **how)
     assert by_log.tokens == by_prob.tokens
     assert by_log.nfe == by_prob.nfe < 20
+
+
+def _damaged_records_are_one_line(folder):
+    with np.load(folder / "texts.npz") as file:
+        held = dict(file)
+    facts = json.loads(str(held["facts"]))
+    huge = json.dumps([{**one, "length": 10**12} for one in facts])
+    wrong = [np.array(1.5), np.array([-1, -1]), np.array([2**62]), np.array("x"), np.zeros((2, 2))]
+    cases = [(name, value) for name in held for value in wrong if "kept" not in name]
+    for name, value in [*cases, ("facts", np.array(huge)), ("facts", np.array("[1]"))]:
+        np.savez(folder / "wrong.npz", **{**held, name: value})
+        with pytest.raises(ValueError, match=r"holds no records .*; give what") as refused:
+            dj.load_records(folder / "wrong.npz")
+        assert "\n" not in str(refused.value)
+    np.savez_compressed(folder / "wrong.npz", **held)
+    with pytest.raises(ValueError, match="is compressed"):
+        dj.load_records(folder / "wrong.npz")
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(ValueError, match="is no regular file; give a file"):
+        dj.load_records(folder / "pipe")

@@ -308,6 +308,12 @@ def test_a6_a_hostile_value_anywhere_is_one_line(model, killed, tmp_path):
         (lambda layout: layout["config"].update(prefill_buckets=[10**6]), "prefill_buckets"),
         (lambda layout: layout["config"].update(page_size="x"), "config.page_size"),
         (lambda layout: layout["strategy"]["fields"].update(block_size=10**9), "block_size"),
+        (lambda layout: layout["strategy"]["fields"].update(block_size=True), "block_size=True"),
+        (
+            lambda layout: layout["strategy"]["fields"]["needs"]["needs"].update(aux="\n" * 2000),
+            "strategy.fields.needs.aux",
+        ),
+        (lambda layout: layout.update(version="\n" * 2000), "version"),
         (lambda layout: layout["model"].pop("weights"), "model.weights"),
         (lambda layout: layout.update(strategy=[]), "strategy=[]"),
         (lambda layout: layout["texts"][0]["placement"].update(knobs={}), "placement.knobs"),
