@@ -44,7 +44,7 @@ def choose(implementation: Name | None, back_ends: Mapping[Name, BackEnd]) -> Na
         return next(fitting, last)
     if implementation not in back_ends:
         known = ", ".join(f'"{name}"' for name in reversed(list(back_ends)))
-        raise ValueError(f"implementation={implementation[:200]!r} is not one of {known}")
+        raise ValueError(f"{implementation=} is not one of {known}")
     if reason := back_ends[implementation].unsupported:
         raise NotImplementedError(f'implementation="{implementation}": {reason}; use "{last}"')
     return implementation

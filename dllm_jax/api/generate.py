@@ -196,7 +196,7 @@ def loaded(model: Any) -> Model:
 
 
 def _check_attention(name: Any) -> None:
-    if not isinstance(name, str | None):
+    if name is not None and not (isinstance(name, str) and len(name) < 100):
         raise ValueError(
             f"attention_implementation={short_repr(name)} is no name; give one, or None for the "
             "best"
