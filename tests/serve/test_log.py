@@ -117,6 +117,7 @@ def test_a_collector_gets_a_span_of_each_request(tmp_path):
     assert "sesame" not in str(collector.spans)
 
 
+@pytest.mark.long
 def test_a_collector_that_is_away_costs_no_request(tmp_path):
     pytest.importorskip("opentelemetry.sdk")
     with scripted(tmp_path, otlp_traces_endpoint="http://127.0.0.1:9/v1/traces") as server:
