@@ -6,22 +6,19 @@ docs/benchmarks.md says how each number is counted. `step` is `bench_step`'s, `s
 """
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 from dllm_jax.cli import bench_serve, bench_step, flags
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError
-from dllm_jax.cli.files import check_output
+from dllm_jax.cli.files import check_output, report
 from dllm_jax.cli.flags import Group, flag, number, whole
 from dllm_jax.cli.interrupt import ALL, Interrupt
 from dllm_jax.cli.prompts import read_prompts
-from dllm_jax.cli.text import count
+from dllm_jax.cli.text import count, seconds
 
 INPUTS, OUTPUTS = "16:256", "16:128"
 MAX_TOKENS = 224  # of adaptive work: more than the longest worked solution of the word problems
-SLOTS = 8
 # Least room for the texts of the bare loop, in blocks. A round of drafts writes up to a block, and
 # half of the room is context.
 BARE_BLOCKS, BARE_ROUNDS = 4, 32
@@ -112,8 +109,7 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
         return bench_serve.run(args)
     args.mode = args.mode or _mode(args)
     _check_flags(args)
-    if args.output is not None:
-        check_output(args.output)
+    check_output(args.output)
     chosen = strategies.load(args.strategy)
 
     from dllm_jax.bench.throughput import measure_batches
@@ -128,9 +124,7 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
 
         serve(llm, batches.pop(0), use_tqdm=False)  # what a first batch alone pays
     facts = {"command": f"bench {args.what}", **_load(args), **measure_batches(llm, batches)}
-    print(json.dumps(facts) if args.json else "\n".join(lines(facts)), flush=True)
-    if args.output is not None:
-        Path(args.output).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    report(args, facts, "\n".join(lines(facts)))
     return 0
 
 
@@ -236,7 +230,7 @@ def _engine(args: argparse.Namespace, model: Any, strategy: Any, batches: list[l
     """A warm engine for the work."""
     from dllm_jax.api.drafts import bind_draft
     from dllm_jax.api.llm import LLM
-    from dllm_jax.engine.layout import EngineConfig
+    from dllm_jax.cli.engine import engine_config, slots
 
     bound = bind_draft(strategy, args.draft, model)  # the drafter sets the size of the window
     work = [one for batch in batches for one in batch]
@@ -249,13 +243,10 @@ def _engine(args: argparse.Namespace, model: Any, strategy: Any, batches: list[l
         attention_implementation=args.attention_implementation,
         tensor_parallel_size=args.tensor_parallel_size,
         seed=args.seed,
-        config=EngineConfig(
-            max_num_seqs=min(len(max(batches, key=len)), args.max_num_seqs or SLOTS),
+        config=engine_config(
+            args,
+            max_num_seqs=min(len(max(batches, key=len)), slots(args)),
             max_model_len=args.max_model_len or min(longest, model.config.max_position),
-            page_size=args.page_size,
-            memory_utilization=args.memory_utilization or 0.9,
-            enable_prefix_caching=not args.no_prefix_caching,
-            max_num_batched_tokens=args.max_num_batched_tokens,
         ),
     )
 
@@ -301,7 +292,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
     names = {"batch_s": "batch", "ttfb_s": "first block", "tpot_s": "per token", "e2e_s": "request"}
     for key, name in names.items():
         if facts.get(key):
-            shown = ", ".join(f"{p} {_seconds(value)}" for p, value in facts[key].items())
+            shown = ", ".join(f"{p} {seconds(value)}" for p, value in facts[key].items())
             report.append(f"{name:<12} {shown}")
     if facts["step_ms"] is not None:
         floor = "no floor known for this device"
@@ -346,7 +337,3 @@ def _drafts(draft: dict[str, Any]) -> str:
         f"{draft['mean_accepted_length']:.2f} (the target's own token counted), accepted by place "
         f"{' '.join(shares)}"
     )
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.2f} ms"

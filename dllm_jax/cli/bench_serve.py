@@ -11,14 +11,14 @@ import json
 import math
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 from dllm_jax.cli import flags
 from dllm_jax.cli.errors import UsageError
-from dllm_jax.cli.files import check_output
+from dllm_jax.cli.files import check_output, report
 from dllm_jax.cli.flags import Group, flag, number, whole
 from dllm_jax.cli.prompts import read_file
+from dllm_jax.cli.text import seconds
 
 SUMMARY = "a load on an OpenAI server over HTTP: times to blocks, between them, tokens a forward"
 INPUTS, OUTPUTS, MAX_TOKENS = "16:256", "16:128", 224
@@ -190,8 +190,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"bench serve needs the package h11; {_EXTRA}") from error
     data_set = args.dataset_name or ("custom" if args.dataset_path else "random")
     _check_flags(args, data_set)
-    if args.output is not None:
-        check_output(args.output)
+    check_output(args.output)
     try:
         client = Client(_base_url(args), dict(args.header))
     except ValueError as error:
@@ -205,9 +204,7 @@ def run(args: argparse.Namespace) -> int:
     from dllm_jax.bench.numbers import commit  # brings in JAX
 
     facts["commit"] = commit()
-    print(json.dumps(facts) if args.json else "\n".join(lines(facts)), flush=True)
-    if args.output is not None:
-        Path(args.output).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    report(args, facts, "\n".join(lines(facts)))
     return 0
 
 
@@ -342,7 +339,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
         )
     for key, name in _TIMES.items():
         if facts[key]:
-            shown = ", ".join(f"{p} {_seconds(value)}" for p, value in facts[key].items())
+            shown = ", ".join(f"{p} {seconds(value)}" for p, value in facts[key].items())
             report.append(f"{name:<16} {shown}")
     if facts["tokens_per_chunk"]:
         parts = facts["tokens_per_chunk"].items()
@@ -357,7 +354,3 @@ _TIMES = {
     "e2e_s": "request",
     "server_queue_s": "server's queue",
 }
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.2f} ms"

@@ -5,12 +5,11 @@ Data flow: command line -> the model, loaded once -> `dllm_jax.bench.step` for e
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from dllm_jax.cli import flags
 from dllm_jax.cli.errors import UsageError
-from dllm_jax.cli.files import check_output
+from dllm_jax.cli.files import check_output, write_json
 from dllm_jax.cli.flags import Group, flag, whole
 
 SUMMARY = "one decode step of given shapes beside its floor, and the kernels it consists of"
@@ -79,9 +78,8 @@ def shapes(text: str) -> Any:
 
 def run(args: argparse.Namespace) -> int:
     """Measure each shape, print as it goes, write."""
-    for path in (args.output, args.plot):
-        if path is not None:
-            check_output(path)
+    check_output(args.output)
+    check_output(args.plot, "--plot")
 
     from dllm_jax.bench.numbers import environment
     from dllm_jax.bench.step import measure_step
@@ -109,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print("\n".join(row_lines(row)), flush=True)
         if args.output is not None:
-            Path(args.output).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+            write_json(args.output, facts)
     if args.plot is not None:
         from dllm_jax.bench.plot import draw_roofline
 

@@ -37,6 +37,28 @@ class Clock:
         self._device = llm.engine.runner.device
 
 
+def slots(args: argparse.Namespace) -> int:
+    """Texts decoded at once at most."""
+    return getattr(args, "max_num_seqs", None) or SLOTS
+
+
+def engine_config(args: argparse.Namespace, **sizes: Any) -> EngineConfig:
+    """The configuration that the flags of `flags.ENGINE` ask for.
+
+    Args:
+        sizes: Further fields, or some in the place of those of the flags.
+    """
+    of_flags = {
+        "max_num_seqs": slots(args),
+        "max_model_len": args.max_model_len,
+        "page_size": args.page_size,
+        "memory_utilization": args.memory_utilization or EngineConfig.memory_utilization,
+        "enable_prefix_caching": not args.no_prefix_caching,
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+    }
+    return EngineConfig(**(of_flags | sizes))
+
+
 def make_llm(
     args: argparse.Namespace,
     model: Any,
@@ -73,14 +95,11 @@ def make_llm(
         seed=args.seed or 0,
         warm_up=False,
         clock=clock,
-        config=EngineConfig(
-            max_num_seqs=min(count, getattr(args, "max_num_seqs", None) or SLOTS),
+        config=engine_config(
+            args,
+            max_num_seqs=min(count, slots(args)),
             max_model_len=length,
-            page_size=args.page_size,
             num_pages=num_pages,
-            memory_utilization=args.memory_utilization or 0.9,
-            enable_prefix_caching=not args.no_prefix_caching,
-            max_num_batched_tokens=args.max_num_batched_tokens,
         ),
     )
     clock.watch(llm)

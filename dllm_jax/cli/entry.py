@@ -14,6 +14,7 @@ import traceback
 import warnings
 from typing import NoReturn
 
+from dllm_jax.cli import flags
 from dllm_jax.cli.errors import UsageError, fitted, one_line
 from dllm_jax.cli.interrupt import Interrupt, Interrupted
 from dllm_jax.cli.text import shown
@@ -109,12 +110,7 @@ def build_parser(*only: str) -> Parser:
         child = verbs.add_parser(
             name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
         )
-        child.add_argument(
-            "--debug",
-            action="store_true",
-            default=argparse.SUPPRESS,  # --debug before the verb counts too
-            help="show the traceback of a failure",
-        )
+        flags.add(child, flags.Group("", flags.DEBUG))  # --debug before the verb counts too
         if name in only:
             importlib.import_module(f"dllm_jax.cli.{name}").add_arguments(child)
             child.epilog = f"{child.epilog or ''}\n\n{_examples(name)}".strip()
@@ -150,12 +146,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
             [*argv[:at], *words_of(args.config, _of(parser, args)), *argv[at:]]
         )
     if unknown:
-        flag = unknown[0].split("=")[0]
-        close = difflib.get_close_matches(flag, _flags(parser, args), n=1)
+        first = unknown[0].split("=")[0]
+        close = difflib.get_close_matches(first, _flags(parser, args), n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        if not flag.startswith("-"):
+        if not first.startswith("-"):
             hint = "a text of several words goes in quotes; "
-        raise UsageError(f"unknown argument {flag!r}; {hint}see `dllm-jax {verb} --help`")
+        raise UsageError(f"unknown argument {first!r}; {hint}see `dllm-jax {verb} --help`")
     if getattr(args, "strategy_config", None) is not None:
         from dllm_jax.cli.strategy import apply_config
 

@@ -12,12 +12,12 @@ from typing import Any
 from dllm_jax.cli import flags, grid
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError
-from dllm_jax.cli.files import check_output, check_plot
+from dllm_jax.cli.files import check_output, check_plot, report
 from dllm_jax.cli.flags import Group, flag
 from dllm_jax.cli.interrupt import ALL, Interrupt
 from dllm_jax.cli.problems import load_with_problems, problem_flags
 from dllm_jax.cli.stored import Stored
-from dllm_jax.cli.text import count
+from dllm_jax.cli.text import count, figure
 from dllm_jax.engine.record import save_records
 
 DEFAULT_STRATEGIES = ("block_diffusion", "multi_bd")
@@ -86,11 +86,9 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Evaluate, print the table or the object."""
     stop.forced = ALL
     usual = DEFAULT_STRATEGIES if args.draft is None else WITH_A_DRAFT
-    if args.output is not None:
-        check_output(args.output)
+    check_output(args.output)
     check_plot(args)
-    if args.record is not None:
-        check_output(args.record, "--record")
+    check_output(args.record, "--record")
     if args.plot_from is not None:
         return _draw_stored(args)
     choices = strategies.load_several(args.strategy or usual, strategies.given_fields(args))
@@ -115,10 +113,8 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
         half: _evaluate(args, model, settings, curves, half, problems, stored, records)
         for half, problems in sets.items()
     }
-    print(json.dumps(facts) if args.json else table(facts), flush=True)
-    if args.output is not None:
-        Path(args.output).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        stored.finish()
+    report(args, facts, table(facts))
+    stored.finish()
     if args.record is not None:
         save_records(records, args.record)
     if args.plot is not None:
@@ -149,27 +145,11 @@ def _draw_stored(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace, model: Any, choices: list[Any]) -> dict[str, Any]:
-    """By label a strategy value, the draft of one that drafts, and the spec that was given.
-
-    Raises:
-        ValueError: Some strategy needs a draft and none is given, or none needs the one given.
-    """
-    from dllm_jax.api.drafts import bind_draft
+    """By label a strategy value, the draft of one that drafts, and the spec that was given."""
     from dllm_jax.tasks.evaluate import one_token
 
-    settings: dict[str, Any] = {}
-    draft = args.draft
-    for label, spec, value, fields in choices:
-        strategy, bound = strategies.resolve(model, spec, value, fields), None
-        if strategy.needs.aux:
-            strategy, aux = bind_draft(strategy, draft, model)
-            (bound,) = aux.values()
-            draft = bound  # loaded once
-        settings[label] = strategy, bound, spec
-    if args.draft is not None and draft is args.draft:
-        raise UsageError(
-            f"--draft {args.draft!r}: none of {', '.join(settings)} drafts; add --strategy dflash"
-        )
+    bound = strategies.bind_drafts(args, model, choices)
+    settings: dict[str, Any] = {label: (*bound[label], spec) for label, spec, *_ in choices}
     if args.one_token and model.config.mask_token_id >= 0:
         block_size = next(iter(settings.values()))[0].block_size
         settings[ONE_TOKEN] = one_token(block_size), None, "block_diffusion"
@@ -217,8 +197,8 @@ def _evaluate(
                 stored.add(half, name, part=evaluate.outcome_json(outcome))
                 row = evaluate.summarise(outcome)
                 tqdm.write(
-                    f"{half}, {name}: {_figure(row['exact'], 1, 100)} % exact, "
-                    f"{_figure(row['tokens_per_forward'], 2)} tokens per forward "
+                    f"{half}, {name}: {figure(row['exact'], 1, 100)} % exact, "
+                    f"{figure(row['tokens_per_forward'], 2)} tokens per forward "
                     f"({len(outcomes)} of {number}, {time.perf_counter() - began:.0f} s)",
                     file=sys.stderr,
                 )
@@ -292,8 +272,8 @@ def table(facts: dict[str, Any]) -> str:
             of_block = row["denoise_forwards_per_block"]  # None: text comes by tokens
             lines.append(
                 f"{label:<{width}}"
-                f"{_figure(row['exact'], 1, 100):>21}"
-                f"{_figure(row['tokens_per_forward'], 2):>22}"
+                f"{figure(row['exact'], 1, 100):>21}"
+                f"{figure(row['tokens_per_forward'], 2):>22}"
                 f"{row['tokens_per_forward_without_commits']['value']:>17.2f}"
                 f"{'-' if of_block is None else format(of_block['value'], '.2f'):>15}"
                 f"{row['tok_s']:>9.0f}"
@@ -306,13 +286,7 @@ def table(facts: dict[str, Any]) -> str:
                 )
         for label, row in content["comparisons"].items():
             lines.append(
-                f"{label} against {content['against']}: {_figure(row['exact_points'], 1)} points, "
-                f"{_figure(row['speedup'], 2)} times the tokens per forward"
+                f"{label} against {content['against']}: {figure(row['exact_points'], 1)} points, "
+                f"{figure(row['speedup'], 2)} times the tokens per forward"
             )
     return "\n".join(lines)
-
-
-def _figure(entry: dict[str, Any], digits: int, scale: float = 1.0) -> str:
-    """`98.5 [97.4, 99.2]`."""
-    value, low, high = (round(scale * v, digits) for v in (entry["value"], *entry["ci95"]))
-    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"

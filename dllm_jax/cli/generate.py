@@ -122,12 +122,12 @@ def _check_infills(args: argparse.Namespace, strategy: Any) -> None:
 
 def _constraint(args: argparse.Namespace) -> Any:
     """The constraint that the flags name, or None."""
-    from dllm_jax import structured
+    import dllm_jax as dj
 
     if args.regex is not None:
-        return structured.Regex(args.regex)
+        return dj.Regex(args.regex)
     if args.choice is not None:
-        return structured.Choice(args.choice.split(","))
+        return dj.Choice(args.choice.split(","))
     if args.json_schema is None:
         return None
     try:
@@ -137,7 +137,7 @@ def _constraint(args: argparse.Namespace) -> Any:
             f"--json-schema {args.json_schema!r} cannot be read ({type(error).__name__}: {error}); "
             "give a file with a JSON schema"
         ) from None
-    return structured.JsonSchema(schema)
+    return dj.JsonSchema(schema)
 
 
 def _nothing_given(args: argparse.Namespace) -> bool:

@@ -604,9 +604,8 @@ def _make_llm(
     phase: Callable[..., None] | None = None,
 ) -> Any:
     from dllm_jax.api.llm import LLM
-    from dllm_jax.cli.engine import SLOTS
+    from dllm_jax.cli.engine import engine_config
     from dllm_jax.cli.sources import load_model
-    from dllm_jax.engine.layout import EngineConfig
     from dllm_jax.loading.chat import note
 
     if args.nnodes > 1:
@@ -631,16 +630,7 @@ def _make_llm(
         warm_up=not args.no_warm_up,
         warm_up_constraints=args.warm_up_constraints,
         progress=lambda name, done, total: progress(done, total),
-        config=EngineConfig(
-            max_num_seqs=args.max_num_seqs or SLOTS,
-            max_model_len=args.max_model_len,
-            page_size=args.page_size,
-            memory_utilization=args.memory_utilization or 0.9,
-            enable_prefix_caching=not args.no_prefix_caching,
-            batch_invariant=args.batch_invariant,
-            logprobs=args.logprobs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-        ),
+        config=engine_config(args, batch_invariant=args.batch_invariant, logprobs=args.logprobs),
     )
     if phase is not None:
         device = llm.engine.runner.device

@@ -164,6 +164,35 @@ def resolve(
         raise UsageError(str(error)) from error
 
 
+def bind_drafts(
+    args: argparse.Namespace, model: Any, choices: Sequence[Any]
+) -> dict[str, tuple[Any, Any]]:
+    """By label the strategy of each choice, and its drafter, which is loaded once; None without.
+
+    Args:
+        choices: Of `load_several`.
+
+    Raises:
+        UsageError: As `resolve`, or none of them needs the drafter that is given.
+        ValueError: Some needs one and none is given.
+    """
+    from dllm_jax.api.drafts import bind_draft
+
+    found, draft = {}, args.draft
+    for label, spec, value, fields in choices:
+        strategy, bound = resolve(model, spec, value, fields), None
+        if strategy.needs.aux:
+            strategy, aux = bind_draft(strategy, draft, model)
+            (bound,) = aux.values()
+            draft = bound
+        found[label] = strategy, bound
+    if args.draft is not None and draft is args.draft:
+        raise UsageError(
+            f"--draft {args.draft!r}: none of {', '.join(found)} drafts; add --strategy dflash"
+        )
+    return found
+
+
 def fit_window(model: Any, strategy: Any, fields: dict[str, Any], longest: int) -> Any:
     """The strategy with a window for the longest text, if the window holds the whole text.
 

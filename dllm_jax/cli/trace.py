@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from dllm_jax.cli import flags
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError
+from dllm_jax.cli.files import check_output
 from dllm_jax.cli.flags import Group, flag, whole
 from dllm_jax.cli.generate import draw_problem
 from dllm_jax.cli.interrupt import ALL, Interrupt
@@ -165,20 +166,8 @@ def _checked_out(args: argparse.Namespace) -> _Out:
     if args.step is not None and out.form != ".png":
         raise UsageError(f"--step goes with --out FILE.png, and --out is {name!r}; leave it out")
     if not args.json:
-        _check_writable(name, out)
+        check_output(name, "--out", is_folder=out.is_folder)
     return out
-
-
-def _check_writable(name: str, to: _Out) -> None:
-    out, reason = to.path, None
-    if to.is_folder and out.exists() and not out.is_dir():
-        reason = "it is a file"
-    elif not out.parent.is_dir():
-        reason = f"there is no folder {str(out.parent)!r}"
-    elif not os.access(out if out.is_dir() else out.parent, os.W_OK):
-        reason = "permission is denied"
-    if reason:
-        raise UsageError(f"--out {name!r} cannot be written: {reason}; give another path")
 
 
 def _read_prompt(args: argparse.Namespace) -> str:

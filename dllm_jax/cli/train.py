@@ -3,9 +3,11 @@
 import argparse
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from dllm_jax.cli import flags
 from dllm_jax.cli.errors import UsageError
+from dllm_jax.cli.flags import Flag, Group, flag
 from dllm_jax.cli.interrupt import Interrupt
 
 
@@ -33,20 +35,6 @@ def family(text: str) -> str:
     return text
 
 
-def dtype(text: str) -> str:
-    """An argparse type: what products are computed in."""
-    if text not in ("bfloat16", "float32"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no dtype here; use bfloat16 or float32")
-    return text
-
-
-def objective(text: str) -> str:
-    """An argparse type: a loss of fine-tuning."""
-    if text not in ("block", "full"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no objective; use block or full")
-    return text
-
-
 KINDS = ("sdar", "ar", "dflash", "diffusion_gemma", "sft")
 _ALL, _OWN, _DRAFT, _SFT = KINDS, ("sdar", "ar", "diffusion_gemma"), ("dflash",), ("sft",)
 _NEW = (*_OWN, *_DRAFT)  # models from nothing
@@ -68,13 +56,18 @@ OPTIONS = (
     ("--max-seconds", flags.number(0, 1e9, True), _ALL, "stop this call, to be continued"),
     ("--model", str, _SFT, "the masked model that is fine-tuned: all that dj.load takes"),
     ("--data", str, _SFT, '.jsonl with "messages", or with "prompt" and "completion"'),
-    ("--objective", objective, _SFT, "block or full; none: as the model was trained"),
+    ("--objective", ("block", "full"), _SFT, "block or full; none: as the model was trained"),
     ("--lora-rank", flags.whole(0), _SFT, "rank of each matrix's update; 0: all weights change"),
     ("--batch-size", flags.whole(1), _ALL, "sequences a step"),
     ("--seed", flags.whole(0, 2**31 - 1), _ALL, "of data, noise and weights"),
     ("--muon-lr", flags.number(0, 10, True), _NEW, "peak learning rate of the layers' matrices"),
     ("--adam-lr", flags.number(0, 10, True), _ALL, "peak learning rate of everything else"),
-    ("--dtype", dtype, _ALL, "of products, bfloat16 or float32, which is faster on a CPU"),
+    (
+        "--dtype",
+        ("bfloat16", "float32"),
+        _ALL,
+        "of products, bfloat16 or float32, which is faster on a CPU",
+    ),
     ("--problem-family", family, _OWN, "the only family of word problems; sums is the easiest"),
     ("--family", str, _ALL, "of --model or --target, FILE:NAME; before: --problem-family"),
     ("--layers", flags.whole(1), _NEW, "layers of the model"),
@@ -136,23 +129,22 @@ DEFAULTS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the verb."""
     parser.epilog = "A run found in the folder is continued. Curves are drawn to FOLDER/curves.png."
-    parser.add_argument(
-        "kind", nargs="?", choices=KINDS, default=None, metavar="KIND",
-        help="sdar: a block-diffusion model of word problems (the default); ar: a causal one, a "
-        "target for drafters; dflash: a drafter for --target; diffusion_gemma: canvases of sums; "
-        "sft: fine-tuning of --model on --data",
-    )  # fmt: skip
-    parser.add_argument(
-        "--output", "--out", required=True, metavar="FOLDER", help="folder of the run"
+    kind = flag(
+        "kind KIND",
+        "sdar: a block-diffusion model of word problems (the default); ar: a causal one, a target "
+        "for drafters; dflash: a drafter for --target; diffusion_gemma: canvases of sums; sft: "
+        "fine-tuning of --model on --data",
+        KINDS,
+        nargs="?",
     )
-    for flag, kind, kinds, summary in OPTIONS:
-        only = "" if kinds == _ALL else f"{', '.join(kinds)}; "
-        parser.add_argument(
-            flag,
-            type=kind,
-            help=f"{summary} ({only}default: {DEFAULTS.get(flag, 'none')})",
-            metavar=_METAVARS.get(flag, "N"),
-        )
+    folder = flag("--output --out FOLDER", "folder of the run", required=True)
+    flags.add(parser, Group("", kind, folder, *(_row(*option) for option in OPTIONS)))
+
+
+def _row(name: str, kind: Any, kinds: tuple[str, ...], about: str) -> Flag:
+    only = "" if kinds == _ALL else f"{', '.join(kinds)}; "
+    about = f"{about} ({only}default: {DEFAULTS.get(name, 'none')})"
+    return flag(f"{name} {_METAVARS.get(name, 'N')}", about, kind)
 
 
 def _either(args: argparse.Namespace) -> str:
@@ -171,13 +163,13 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     if kind in _OWN and args.family is not None:  # its spelling until 2026-11
         args.problem_family, args.family = _either(args), None
     given = {}
-    for flag, _, kinds, _ in OPTIONS:
-        name = flag.removeprefix("--").replace("-", "_")
+    for option, _, kinds, _ in OPTIONS:
+        name = option.removeprefix("--").replace("-", "_")
         if (value := getattr(args, name)) is None:
             continue
         if kind not in kinds:
             raise UsageError(
-                f"{flag} is not of `train {kind}`; leave it out, or train {' or '.join(kinds)}"
+                f"{option} is not of `train {kind}`; leave it out, or train {' or '.join(kinds)}"
             )
         given[name] = value
     if kind == "dflash" and args.target is None:

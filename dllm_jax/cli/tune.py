@@ -3,7 +3,6 @@
 import argparse
 import functools
 import itertools
-import json
 import sys
 import time
 from pathlib import Path
@@ -13,11 +12,12 @@ from dllm_jax.cli import flags, grid
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError
 from dllm_jax.cli.eval import AS_JSON, ONE_TOKEN, OUTPUT, PLOT, facts_of
-from dllm_jax.cli.files import check_output, check_plot
+from dllm_jax.cli.files import check_output, check_plot, report, write_json
 from dllm_jax.cli.flags import Group, flag, number, whole
 from dllm_jax.cli.interrupt import ALL, Interrupt
 from dllm_jax.cli.problems import load_with_problems, problem_flags
 from dllm_jax.cli.stored import Stored
+from dllm_jax.cli.text import figure
 
 PROBLEMS = 1024  # of a built-in half
 HALVES = ("hard", "plain")
@@ -76,9 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, stop: Interrupt) -> int:
     """Race, check the winner, print the table or the object."""
     stop.forced = ALL
-    for name in ("output", "write_config", "plot"):
-        if getattr(args, name) is not None:
-            check_output(getattr(args, name), f"--{name.replace('_', '-')}")
+    check_output(args.output)
+    check_output(args.write_config, "--write-config")
     check_plot(args)
     choices = strategies.load_several(args.strategy or ("multi_bd",), strategies.given_fields(args))
     model, sets = load_with_problems(args, PROBLEMS, HALVES[:1])
@@ -91,14 +90,10 @@ def run(args: argparse.Namespace, stop: Interrupt) -> int:
     stored = Stored(args.output, about)
     stop.tell = stored.tell
     facts = _race(args, model, racers, name, of, stored)
-    print(json.dumps(facts) if args.json else table(facts), flush=True)
-    if args.output is not None:
-        Path(args.output).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        stored.finish()
+    report(args, facts, table(facts))
+    stored.finish()
     if args.write_config is not None:
-        Path(args.write_config).write_text(
-            json.dumps(_tuned(facts), indent=1) + "\n", encoding="utf-8"
-        )
+        write_json(args.write_config, _tuned(facts))
     if args.plot is not None:
         from dllm_jax.tasks.plot import draw_race
 
@@ -111,23 +106,14 @@ def _racers(args: argparse.Namespace, model: Any, choices: list[Any]) -> dict[st
 
     The reference is the first.
     """
-    from dllm_jax.api.drafts import bind_draft
     from dllm_jax.tasks.evaluate import one_token
 
-    bound_to: dict[str, Any] = {}
-    draft = args.draft
-    for label, spec, value, fields in choices:
-        strategy, bound = strategies.resolve(model, spec, value, fields), None
-        if strategy.needs.aux:
-            strategy, aux = bind_draft(strategy, draft, model)
-            (bound,) = aux.values()
-            draft = bound  # loaded once
-        bound_to[label] = strategy, bound, spec, fields
-    settings = grid.settings_of({label: one for label, (one, *_) in bound_to.items()}, args.grid)
+    bound = strategies.bind_drafts(args, model, choices)
+    settings = grid.settings_of({label: one for label, (one, _) in bound.items()}, args.grid)
     found: dict[str, Any] = {
-        name: (*bound_to[label], setting)
-        for label, points in settings.items()
-        for name, setting in points.items()
+        name: (*bound[label], spec, fields, setting)
+        for label, spec, _, fields in choices
+        for name, setting in settings[label].items()
     }
     if model.config.mask_token_id >= 0:
         size = next(iter(found.values()))[0].block_size
@@ -306,7 +292,7 @@ def table(facts: dict[str, Any]) -> str:
         mark = "*" if label == facts["winner"] else " "
         lines.append(
             f"{mark} {label:<{width}}{row['problems']:>9}{100 * row['exact']['value']:>9.1f}"
-            f"{_figure(row['exact_points'], 1):>24}{_figure(row['tokens_per_forward'], 2):>22}"
+            f"{figure(row['exact_points'], 1):>24}{figure(row['tokens_per_forward'], 2):>22}"
             f"  {row['left'] or ''}"
         )
     shown = "is" if facts["is_shown"] else "is not shown to be"
@@ -326,9 +312,3 @@ def table(facts: dict[str, Any]) -> str:
             f"{aup['left_out']} more than 5 points below the slowest)"
         )
     return "\n".join(lines)
-
-
-def _figure(entry: dict[str, Any], digits: int) -> str:
-    """`98.5 [97.4, 99.2]`."""
-    value, low, high = (round(v, digits) for v in (entry["value"], *entry["ci95"]))
-    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
