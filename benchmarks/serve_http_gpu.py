@@ -78,8 +78,8 @@ def make_engine(settings: dict[str, Any], progress: Any) -> Any:
     from dllm_jax.bench.fixed import FixedWork
     from dllm_jax.bench.numbers import environment
     from dllm_jax.bench.workload import Lengths, random_work
-    from dllm_jax.cli.serve import served
-    from dllm_jax.serve.child import yield_processor
+    from dllm_jax.serve.child.engine import served
+    from dllm_jax.serve.child.process import yield_processor
 
     size, folder = settings["sizes"], Path(settings["folder"])
     began = time.perf_counter()

@@ -135,6 +135,13 @@ def family_strategy(model: Model, name: str, **overrides: Any) -> Any:
     return strategy
 
 
+def short_name(strategy: Any) -> str:
+    """The name under which `load_strategy` knows a strategy; its class's for one of the user's."""
+    kind = type(strategy)
+    names = (name for name in strategy_names() if type(load_strategy(name)) is kind)
+    return next(names, kind.__name__)
+
+
 def default_params(model: Model, strategy: Any, **params: Any) -> SamplingParams:
     """Sampling parameters, with the family's temperature and top-p where `params` has none.
 

@@ -5,7 +5,6 @@ it to call `make_engine` here. Nothing of JAX is imported in the front.
 """
 
 import argparse
-import functools
 import os
 import sys
 import time
@@ -19,7 +18,8 @@ from dllm_jax.cli.flags import Group, flag, whole
 from dllm_jax.cli.interrupt import Interrupt
 
 if TYPE_CHECKING:
-    from dllm_jax.serve.child import Served, Start
+    from dllm_jax.serve.child.process import Start
+    from dllm_jax.serve.child.served import Served
     from dllm_jax.serve.keys import Key
     from dllm_jax.serve.service import Config
 
@@ -432,7 +432,9 @@ def make_engine(settings: dict[str, Any], start: "Start") -> "Served":
         UnusableSettings: The flags ask for what does not exist.
         ValueError: The model does not load, or does not fit.
     """
-    from dllm_jax.serve.child import UnusableSettings, yield_processor
+    from dllm_jax.serve.child.commands import Commands
+    from dllm_jax.serve.child.engine import served
+    from dllm_jax.serve.child.process import UnusableSettings, yield_processor
 
     settings["set"] = [(key, value) for key, value in settings["set"]]
     args = argparse.Namespace(**settings)
@@ -455,133 +457,6 @@ def _other(args: argparse.Namespace, path: str) -> Any:
     from dllm_jax.cli.sources import load_model
 
     return load_model(argparse.Namespace(**{**vars(args), "model": path, "revision": None}))
-
-
-class Commands:
-    """Commands of an administrator to an `LLM` (`serve.child.Commands`)."""
-
-    def __init__(self, llm: Any, load: Callable[[str], Any]):
-        self._llm, self._load = llm, load
-        self._staged: Any = None
-        self._held: Any = None  # the weights, while they are on the host
-        self.version = 0
-
-    @property
-    def is_asleep(self) -> bool:
-        """See there."""
-        return self._held is not None
-
-    def aside(self, name: str, fields: dict[str, Any]) -> Callable[[], dict[str, Any]] | None:
-        """See there."""
-        return functools.partial(self._stage, fields["path"]) if name == "stage" else None
-
-    def _stage(self, path: str) -> dict[str, Any]:
-        from dllm_jax.api import weights
-        from dllm_jax.serve.child import Asleep
-
-        if self.is_asleep:
-            raise Asleep
-        self._staged = None
-        try:
-            self._staged = weights.stage(self._llm, lambda: self._load(path))
-        except ValueError:
-            raise
-        except Exception as error:  # a file that is cut, a full device
-            raise ValueError(f"{path} cannot be read: {one_line(error)}") from error
-        return {}
-
-    def between(self, name: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """See there."""
-        from dllm_jax.api import weights
-        from dllm_jax.serve.child import Asleep
-
-        if name in ("sleep", "wake"):
-            if name == "sleep" and not self.is_asleep:
-                self._held = weights.sleep(self._llm)
-            elif name == "wake" and self.is_asleep:
-                weights.wake(self._llm, self._held)
-                self._held = None
-            return {"weight_version": self.version}
-        if self.is_asleep:
-            raise Asleep
-        if name == "flush":
-            return {"pages": self._llm.engine.forget_prefixes()}
-        if name == "drop":
-            self._staged = None
-        elif self._staged is not None:
-            weights.replace(self._llm, self._staged)
-            self._staged = None
-            given = fields["version"]
-            self.version = self.version + 1 if given is None else given
-        return {"weight_version": self.version}
-
-
-def served(llm: Any) -> "Served":
-    """The parts of an `LLM` that the engine process serves."""
-    from jax.errors import JaxRuntimeError
-
-    from dllm_jax.api.calls import Walk, walk_of
-    from dllm_jax.api.decide import log_probabilities, passes
-    from dllm_jax.api.infill import infill_request
-    from dllm_jax.api.questions import Read
-    from dllm_jax.engine.layout import DeviceFailure
-    from dllm_jax.engine.requests import Request
-    from dllm_jax.serve.child import Served, facts_of
-    from dllm_jax.serve.side_work import Work
-    from dllm_jax.structured import Tools, Turn, mark_ids, token_bytes
-
-    def request(ids: list[int], suffix: list[int] | None, fields: dict[str, Any]) -> Request:
-        made = Request(prompt_token_ids=ids, **fields)
-        if suffix is None:
-            return made
-        return infill_request(llm.model, llm.strategy, made, made.params.max_tokens or 0, suffix)
-
-    def read(texts: list[Read]) -> tuple[list[list[list[float]]], int]:
-        found, groups = [], passes(texts)
-        try:
-            for group in groups:
-                began = time.monotonic()
-                found += log_probabilities(llm.model, group, llm.engine.runner.read_labels)
-                if llm.engine.has_work:  # which gets as much time without these
-                    time.sleep(time.monotonic() - began)
-            return found, len(groups)
-        except (JaxRuntimeError, DeviceFailure) as error:
-            raise ValueError(
-                f"the device could not read them ({one_line(error)[:120]}); ask fewer questions"
-            ) from error
-
-    def missing(made: Request) -> Work | None:
-        found = llm.constraints.missing(made)
-        if found is None:
-            return None
-        key, do = found
-        return Work(key, lambda: do()[1].states)
-
-    def walk(made: Request, before: Walk | None) -> Walk | None:
-        tools = made.params.constraint
-        if not isinstance(tools, Tools):
-            return None
-        turn = Turn(tools, spelt(), marks) if before is None else before.turn
-        return walk_of(llm, made, turn)
-
-    @functools.cache
-    def spelt() -> list[bytes | None]:
-        return token_bytes(tokenizer)
-
-    tokenizer = llm.model.tokenizer
-    marks = {} if tokenizer is None else mark_ids(tokenizer.get_added_vocab())
-    llm.constraints.is_apart = True
-    facts = facts_of(llm)
-    return Served(llm.engine, facts, tokenizer, request, read, missing, _device_bytes, walk=walk)
-
-
-def _device_bytes() -> list[tuple[int, int]]:
-    """Bytes in use and the limit of each device of this process that counts them."""
-    import jax
-
-    every = [device.memory_stats() or {} for device in jax.local_devices()]
-    names = ("bytes_in_use", "bytes_limit")
-    return [(one[names[0]], one[names[1]]) for one in every if one.keys() >= {*names}]
 
 
 def _join(args: argparse.Namespace) -> None:

@@ -30,7 +30,7 @@ LAST_LINES_S = 1.0  # for what it wrote before
 State = Literal["starting", "ready", "paused", "asleep", "draining", "failed"]
 _CHILD = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from dllm_jax.serve.child import main; "
+    "from dllm_jax.serve.child.process import main; "
     "sys.exit(main(int(sys.argv[2]), int(sys.argv[3])))"
 )
 

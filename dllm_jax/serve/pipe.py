@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 MAX_FRAME = 64 << 20  # bytes of one message
+READ_BYTES = 1 << 20  # of the socket at a time
 _LENGTH = struct.Struct(">I")
 _ID = struct.Struct(">q")  # of the request; it is known where the rest cannot be read
 NO_ID = -1
@@ -220,6 +221,14 @@ def total(usages: Sequence[Usage]) -> Usage:
         },
         notes=usages[0].notes,
     )
+
+
+def together(stages: list[Usage]) -> Usage:
+    """Of a prompt whose texts came in stages, the first one first."""
+    first, *others = stages
+    for name in ("nfe", "prefill_nfe", "num_preemptions", "written", "e2e_s"):
+        setattr(first, name, getattr(first, name) + sum(getattr(one, name) for one in others))
+    return first
 
 
 class Frame(msgspec.Struct, array_like=True):

@@ -4,12 +4,12 @@ import time
 from typing import Any
 
 from dllm_jax.serve import wire
+from dllm_jax.serve.examples import ABOUT, QUESTIONS
 from dllm_jax.serve.exchange import Call, Json
 from dllm_jax.serve.generating import chat_ids
 from dllm_jax.serve.refusals import Refusal
 from dllm_jax.serve.service import Service
 from dllm_jax.serve.text import MOST_CHARS
-from dllm_jax.tasks.examples import ABOUT, QUESTIONS
 
 MOST_IDS = 1 << 16  # that /detokenize takes of a text which no context holds
 _KNOWS = {"about": ABOUT, "examples": list(QUESTIONS)}

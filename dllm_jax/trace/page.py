@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from dllm_jax.trace.pieces import piece
+from dllm_jax.loading.pieces import piece
 from dllm_jax.trace.replay import Frame, Replay, replay
 from dllm_jax.trace.trajectory import Trajectory
 

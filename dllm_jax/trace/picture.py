@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from dllm_jax.trace.pieces import piece
+from dllm_jax.loading.pieces import piece
 from dllm_jax.trace.replay import HOLE, Frame, Replay, replay
 from dllm_jax.trace.trajectory import Trajectory
 

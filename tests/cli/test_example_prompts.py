@@ -11,7 +11,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.cli.entry import EXAMPLES
-from dllm_jax.tasks.examples import QUESTIONS
+from dllm_jax.serve.examples import QUESTIONS
 from tests.api.test_llm import CONFIG, STRATEGY
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -152,7 +152,8 @@ class Script:
 def make(settings, progress):
     """The engine of `settings`; with a `gate`, starting and WAITS wait until that file exists."""
     from dllm_jax.loading.tokenizer import read_tokenizer
-    from dllm_jax.serve.child import Served, Start
+    from dllm_jax.serve.child.process import Start
+    from dllm_jax.serve.child.served import Served
 
     progress(1, 2)
     if isinstance(progress, Start):

@@ -22,7 +22,7 @@ from dllm_jax.serve import client, limits, pipe
 from dllm_jax.serve.answers import Form, Window
 from dllm_jax.serve.app import application
 from dllm_jax.serve.auth import Guard
-from dllm_jax.serve.child import Outbox
+from dllm_jax.serve.child.outbox import Outbox
 from dllm_jax.serve.client import EngineClient, EngineGone, Mailbox
 from dllm_jax.serve.limits import Admission, Limits
 from dllm_jax.serve.logs import Log

@@ -19,8 +19,10 @@ import pytest
 
 from dllm_jax.engine.checks import Refused
 from dllm_jax.engine.faults import Faults
-from dllm_jax.serve import child, pipe
-from dllm_jax.serve.side_work import MOST_EACH, Busy, SideWork, Work
+from dllm_jax.serve import pipe
+from dllm_jax.serve.child import loop, prompts
+from dllm_jax.serve.child.outbox import Outbox
+from dllm_jax.serve.child.side_work import MOST_EACH, Busy, SideWork, Work
 from dllm_jax.structured.worker import WorkerFault
 from tests.oracles.engine_world import HOST, World
 from tests.serve import scripted
@@ -37,7 +39,7 @@ class Front:
         self.sock.settimeout(PATIENCE_S)
         self.lines = []
         faults = Faults(self.lines.append)
-        self.loop = child.Loop(served, self._theirs, child.Outbox(self._theirs, faults), faults)
+        self.loop = loop.Loop(served, self._theirs, Outbox(self._theirs, faults), faults)
         self._reader, self._ids = pipe.Reader(pipe.FromEngine), iter(range(1, 1000))
         self.messages, self.ended = [], None
         self.thread = threading.Thread(target=self._run)
@@ -129,13 +131,13 @@ def test_a1_whatever_one_request_raises_ends_it_alone(monkeypatch, place, error)
         while not front.loop._live:
             time.sleep(0.001)
         if place == "_params":
-            once(monkeypatch, child, "_params", error)
+            once(monkeypatch, loop, "params_of", error)
         elif place == "engine.add":
             once(monkeypatch, engine, "add", error)
         elif place == "outputs":
-            once(monkeypatch, child.News, "of", error)
+            once(monkeypatch, prompts.News, "of", error)
         elif place == "usage":
-            once(monkeypatch, child, "_usage", error)
+            once(monkeypatch, loop, "usage_of", error)
         else:
             front.loop._served = front.loop._served._replace(read=raising(error))
         found = front.until(front.ask() if place == "read" else front.add())
@@ -163,7 +165,7 @@ def test_a1_a_refusal_is_a_400_and_no_fault(monkeypatch):
         once(monkeypatch, front.loop._engine, "add", refusal)
         found = front.until(front.add())
         assert (found.status, found.param, found.code) == (400, "seed", "its_code")
-        once(monkeypatch, child, "_params", UnicodeEncodeError("utf-8", "\ud800", 0, 1, "half"))
+        once(monkeypatch, loop, "params_of", UnicodeEncodeError("utf-8", "\ud800", 0, 1, "half"))
         assert front.until(front.add()).status == 400
         assert front.num_faults() == 0
         assert front.lines == []
@@ -206,7 +208,7 @@ def test_a1_frames_that_cannot_be_read_end_nothing_else(data):
 
 def test_a1_a_text_that_cannot_be_sent_ends_its_request_alone(monkeypatch):
     with running() as front:
-        real = child.Loop._deltas_of
+        real = loop.Loop._deltas_of
 
         def halved(loop, live, output):
             deltas = real(loop, live, output)
@@ -215,7 +217,7 @@ def test_a1_a_text_that_cannot_be_sent_ends_its_request_alone(monkeypatch):
                     delta.text = "\ud800"
             return deltas
 
-        monkeypatch.setattr(child.Loop, "_deltas_of", halved)
+        monkeypatch.setattr(loop.Loop, "_deltas_of", halved)
         other, bad = front.add(max_tokens=100), front.add(max_tokens=100)
         assert front.until(bad).status == 500
         assert front.until(other).finish == "length"
@@ -372,7 +374,7 @@ def test_a2_a_grammar_that_two_texts_wait_for_ends_both_once(monkeypatch, gate):
             return None
         return dataclasses.replace(request, params=dataclasses.replace(request.params, n=1))
 
-    monkeypatch.setattr(child, "next_stage", next_stage)
+    monkeypatch.setattr(loop, "next_stage", next_stage)
     with running(served()._replace(missing=missing, walk=lambda *_: Walk())) as front:
         number = front.add(n=2)
         while len(front.loop._parked) < 2:
@@ -381,7 +383,7 @@ def test_a2_a_grammar_that_two_texts_wait_for_ends_both_once(monkeypatch, gate):
         found = front.until(number)
         assert (found.status, found.message) == (400, "it cannot be made")
         assert not front.loop._parked
-        monkeypatch.setattr(child, "next_stage", lambda *_: None)
+        monkeypatch.setattr(loop, "next_stage", lambda *_: None)
         assert front.until(front.add(n=2)).finish == "length"
 
 

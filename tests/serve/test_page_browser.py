@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 
-from dllm_jax.tasks.examples import QUESTIONS
+from dllm_jax.serve.examples import QUESTIONS
 from tests.serve import browser as browsing
 from tests.serve import scripted as script
 from tests.serve.driving import gone, scripted, within

@@ -19,9 +19,9 @@ import pytest
 import dllm_jax as dj
 from dllm_jax import strategies
 from dllm_jax.cli import main
+from dllm_jax.loading.pieces import Piece, piece, visible
 from dllm_jax.trace import picture
 from dllm_jax.trace.page import page_facts, render_page
-from dllm_jax.trace.pieces import Piece, piece, visible
 from dllm_jax.trace.replay import HOLE, replay
 from dllm_jax.trace.trajectory import Step, Trajectory, Window
 
