@@ -17,6 +17,7 @@ from dllm_jax.loading.sources import LoadError
 from dllm_jax.loading.templates import tool_schema
 from dllm_jax.strategies import load_strategy
 from dllm_jax.strategies.core import checks as field_checks
+from tests.api.test_llm import CONFIG, STRATEGY
 
 
 class Dumb:
@@ -110,11 +111,37 @@ def test_every_argument_of_a_call_refuses_it_in_one_line(value, monkeypatch):
     given_one = {"model": model, "prompt": [1, 2], "max_tokens": 4}
     names = ("prompt", "keep", "num_top", "logits_at")
     calls += [lambda name=name: dj.record(**{**given_one, name: value}) for name in names]
-    names = ("draft", "dtype", "lora", "max_num_seqs", "logprobs", "quantization")
+    names = ("draft", "dtype", "lora", "max_num_seqs", "logprobs", "quantization", "strategy")
+    names += ("config", "seed", "tensor_parallel_size", "block_size", "num_pages", "none")
     calls += [lambda name=name: dj.LLM(model, **{name: value}, warm_up=False) for name in names]
+    calls += [lambda: dj.LLM(value), lambda: dj.load("builtin:tiny-sdar", quantization=value)]
     reported = [text for text in map(refusal, calls) if text is not None]
     assert len(reported) >= 10
     assert [text for text in reported if not is_short(text)] == []
+
+
+@pytest.mark.long
+def test_an_engine_goes_on_after_hostile_calls():
+    llm = dj.LLM("builtin:tiny-sdar", STRATEGY, config=CONFIG, warm_up=False)
+    params, turn = SamplingParams(max_tokens=8), {"role": "user", "content": "x"}
+
+    def text():
+        return llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].token_ids
+
+    before = text()
+    for value in HOSTILE:
+        calls = (
+            lambda value=value: llm.generate([[5]], value, use_tqdm=False),
+            lambda value=value: llm.chat(value, params, use_tqdm=False),
+            lambda value=value: llm.chat([value], params, use_tqdm=False),
+            lambda value=value: llm.chat([turn], params, tools=value),
+            lambda value=value: llm.stream([5], params, events=value),
+        )
+        reported = [text for text in map(refusal, calls) if text is not None]
+        assert len(reported) >= 3
+        assert [text for text in reported if not is_short(text)] == []
+    assert not llm.engine.has_work
+    assert text() == before
 
 
 def test_a_function_without_types_or_a_docstring_is_no_tool():

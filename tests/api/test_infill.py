@@ -20,14 +20,15 @@ from dllm_jax.api import snapshot
 from dllm_jax.api.infill import infill_request
 from dllm_jax.cli import main
 from dllm_jax.engine.layout import DeviceFailure
+from dllm_jax.strategies import FullSequence
 from dllm_jax.strategies.core import blocks
 from tests.contract import dense, harness
 from tests.contract.cases import case
-from tests.contract.toys import FullSequence
+from tests.contract.dense_full_sequence import decode_full_sequence
 
 pytestmark = pytest.mark.long
 
-STRATEGY = FullSequence(block_size=8, buffer_size=4)  # a window of 32
+STRATEGY = FullSequence(0.6, block_size=8, buffer_size=4)  # a window of 32
 PARAMS = SamplingParams(max_tokens=5, ignore_eos=True)
 MASK = "<|mask|>"
 
@@ -49,30 +50,10 @@ def make_llm(model, strategy=STRATEGY, **sizes):
 
 
 def truth(model, prompt, holes, suffix, stops=()):
-    """Tokens from the first hole to the last, or to a written stop id, and forwards.
-
-    The strategy's rule: the two surest holes, and those above 0.6.
-    """
-    cells = [*prompt, *[-1] * holes, *suffix]
-    where = [i for i, cell in enumerate(cells) if cell == -1]
-    cfg, nfe = model.config, 0
-    while True:
-        shown = [cfg.mask_token_id if cell == -1 else cell for cell in cells]
-        n = len(shown)
-        logits = dense.Net(model)(shown, range(n), np.ones((n, n), bool)).logits.astype(np.float64)
-        logits[:, [cfg.mask_token_id, *range(model.defaults.vocab_limit, cfg.vocab_size)]] = -np.inf
-        prob = np.exp(logits - logits.max(axis=1, keepdims=True))
-        sure = (prob / prob.sum(axis=1, keepdims=True)).max(axis=1)
-        left = [i for i in where if cells[i] == -1]
-        two = sorted(left, key=lambda i: (-sure[i], i))[:2]
-        for i in left:
-            if i in two or sure[i] > 0.6:
-                cells[i] = int(prob[i].argmax())
-        nfe += 1
-        done = cells.index(-1) if -1 in cells else where[-1] + 1
-        ended = [i for i in where if i < done and cells[i] in stops]
-        if ended or done > where[-1]:
-            return cells[where[0] : ended[0] if ended else done], nfe
+    """Tokens from the first hole to the last, or to a written stop id, and forwards."""
+    asked = harness.Request(tuple(prompt), holes, suffix=tuple(suffix), stops=stops)
+    done = decode_full_sequence(dense.Net(model), asked, "low_confidence", 0.6)
+    return done.tokens, done.nfe
 
 
 def ids(model, text):
@@ -200,9 +181,7 @@ def test_text_with_holes_is_replayed(model, tmp_path, monkeypatch, capsys):
         outputs = llm.engine.step()
     assert outputs[0].outputs[0].finish_reason == "error"
     (path,) = tmp_path.iterdir()
-    assert (
-        main(["replay", str(path), "--json", "--strategy", "tests.contract.toys:FullSequence"]) == 0
-    )
+    assert main(["replay", str(path), "--json", "--strategy", TOY]) == 0
     *steps, last = map(json.loads, capsys.readouterr().out.splitlines())
     want, nfe = truth(model, [30, 31], 5, suffix)
     assert (last["token_ids"], steps[-1]["nfe"]) == (want, nfe)
@@ -239,7 +218,7 @@ def test_wrong_call_is_one_line(llm, call, said):
 
 # --- the command line -----------------------------------------------------------------------------
 
-TOY = "tests.contract.toys:FullSequence"
+TOY = "tests.api.test_infill:STRATEGY"
 SAME = ("--max-model-len", "32", "--page-size", "16", "--max-tokens", "4")
 
 

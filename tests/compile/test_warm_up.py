@@ -28,16 +28,16 @@ from dllm_jax.models import dense
 from dllm_jax.runner import buckets, timing
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.runner.timing import calibrate
-from dllm_jax.strategies import AR, MultiBD, Needs
+from dllm_jax.strategies import AR, FullSequence, MultiBD, Needs
 from dllm_jax.strategies.core.protocol import split_knobs
 from tests.contract import models
-from tests.contract.toys import FullSequence
 
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[2]
 
 STRATEGY = MultiBD(0.35, 0.25, 0.5, block_size=4, buffer_size=2)
+WHOLE = FullSequence(block_size=8, buffer_size=4)
 CONFIG = EngineConfig(
     max_num_seqs=3,
     max_model_len=60,
@@ -214,7 +214,7 @@ def test_every_size_of_every_program_is_listed_once_largest_first():
     [
         (STRATEGY, None, ("blocks",)),
         (AR(), models.causal(), ("causal",)),
-        (FullSequence(), None, ()),
+        (WHOLE, None, ()),
         (STRATEGY.replace(needs=Needs("grid_full")), None, ("blocks", "full")),
         (STRATEGY.replace(needs=Needs("whole_full", soft_commits=True)), None, ("full",)),
     ],
@@ -383,7 +383,7 @@ def pass_s(size, columns, kind):
 
 @pytest.mark.parametrize("prompt", ["grid_causal", "grid_full", "whole_full", "in_window"])
 def test_each_cost_is_found_free_of_what_a_dispatch_costs(prompt):
-    strategy = STRATEGY.replace(needs=Needs(prompt)) if prompt != "in_window" else FullSequence()
+    strategy = STRATEGY.replace(needs=Needs(prompt)) if prompt != "in_window" else WHOLE
     made = TimedDevice(layout(strategy), step_s, pass_s)
     found = calibrate(made, made.clock)
     pages, kinds = made.layout.page_buckets, made.layout.pass_kinds

@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -34,11 +33,8 @@ from tests.contract import (
     dense_full_sequence,
     dense_indel,
     dense_sub_blocks,
-    dense_toys,
     drafters,
     models,
-    toys,
-    toys_models,
 )
 from tests.contract.harness import SLOTS, Decoded, Request, decode_paged
 from tests.oracles.indel_decoder import Rules
@@ -53,7 +49,6 @@ REQUESTS = [
 ]
 SAMPLED = [dataclasses.replace(r, temperature=0.7) for r in REQUESTS]
 MIXED = (REQUESTS[0], SAMPLED[1], REQUESTS[2])
-NO_SCRIPT = jnp.full((SLOTS, 64), -1, jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,13 +96,13 @@ def _own(request: Request, **knobs: float) -> Request:
 
 def _multi_bd(model: Any, requests: Any = REQUESTS, accept: float = 0.35) -> Case:
     strategy = MultiBD(accept, 0.25, 0.5, block_size=4, buffer_size=3)
-    rule = dense_toys.threshold_rule(accept, 0.5)
+    rule = dense_blocks.threshold_rule(accept, 0.5)
     return _blocks(strategy, model, requests, rule, add=0.25)
 
 
 def _d2f(model: Any, aligned: bool = False, accept: float = 0.35) -> Case:
     strategy = D2F(accept, 0.25, 0.5, aligned, block_size=4, buffer_size=3)
-    rule = dense_toys.threshold_rule(accept, 0.5)
+    rule = dense_blocks.threshold_rule(accept, 0.5)
     prompt = "whole_full" if aligned else "grid_full"
     return _blocks(strategy, model, REQUESTS, rule, prompt, add=0.25)
 
@@ -122,13 +117,7 @@ _THRESHOLDS = (
 
 def _block_diffusion() -> Case:
     strategy = BlockDiffusion(accept_threshold=0.35, block_size=8)
-    return _blocks(strategy, models.plain(), SAMPLED, dense_toys.threshold_rule(0.35, 0.0))
-
-
-def _soft_parallel() -> Case:
-    model = models.plain()
-    rule = dense_toys.soft_rule(dense.Net(model), 0.4)
-    return _blocks(toys.SoftParallel(), model, REQUESTS, rule, add=0.5, settles_ready=True)
+    return _blocks(strategy, models.plain(), SAMPLED, dense_blocks.threshold_rule(0.35, 0.0))
 
 
 def _ar() -> Case:
@@ -140,39 +129,6 @@ def _ar() -> Case:
         functools.partial(dense.decode_tokens, net),
         MIXED,
         lambda _, text: {"target": dense.causal_rows(net, text).kv},
-    )
-
-
-def _speculate() -> Case:
-    target = models.causal()
-    draft = models.drafter(target)
-    net, draft_net = dense.Net(target), dense.Net(draft)
-
-    def cache(_, text):
-        seen = dense.causal_rows(net, text)
-        taps = np.concatenate(seen.taps, axis=-1)
-        return {"target": seen.kv, "draft": dense.context_kv(draft_net, taps)}
-
-    return Case(
-        toys_models.Speculate(script=NO_SCRIPT),
-        target,
-        functools.partial(dense.decode_drafted, net, draft_net, drafted=3),
-        MIXED,
-        cache,
-        aux=(("draft", draft),),
-    )
-
-
-def _block_cache() -> Case:
-    model = models.plain(3, shift=True)
-    net = dense.Net(model)
-    return Case(
-        toys.BlockCache(),
-        model,
-        functools.partial(dense_toys.decode_pieces, net, size=12, piece=4, accept=0.5),
-        (*REQUESTS[:2], SAMPLED[2]),
-        lambda request, text: {"target": dense_blocks.text_kv(net, request, text, 12)},
-        12,
     )
 
 
@@ -198,27 +154,11 @@ def _fast_dllm_v2() -> Case:
 _HOLED = (*_ids[50:53], -1, -1, _ids[53], -1, 7)  # the stop id stands here, and ends nothing
 
 
-def _full_sequence() -> Case:
-    model = models.plain()
-    requests = (
-        Request(tuple(_ids[:3]), 10, seed=1, suffix=tuple(_ids[40:45])),
-        Request(tuple(_ids[5:21]), 11, seed=2),
-        Request(tuple(_ids[30:38]), 8, seed=3, temperature=0.7, suffix=_HOLED, stops=(_HOLED[0],)),
-    )
-    truth = functools.partial(dense_toys.decode_whole, dense.Net(model), accept=0.6)
-    return Case(toys.FullSequence(), model, truth, requests)
-
-
-def _canvas() -> Case:
-    model = models.two_modes()
-    net = dense.Net(model)
-    return Case(
-        toys_models.Canvas(),
-        model,
-        functools.partial(dense_toys.decode_canvases, net, size=8, bound=2.0),
-        (_own(SAMPLED[0], most_steps=2), REQUESTS[1], _own(SAMPLED[2], most_steps=3)),
-        lambda _, text: {"target": dense.causal_rows(net, text, mode=1).kv},
-    )
+_WHOLE = (
+    Request(tuple(_ids[:3]), 10, seed=1, suffix=tuple(_ids[40:45])),
+    Request(tuple(_ids[5:21]), 11, seed=2),
+    Request(tuple(_ids[30:38]), 8, seed=3, temperature=0.7, suffix=_HOLED, stops=(_HOLED[0],)),
+)
 
 
 # One that ends canvases early, one whose first canvas holds tokens of its own, one that is fixed.
@@ -298,14 +238,13 @@ def _dmax() -> Case:
 
 
 def full_sequence_case(model: Any, accept: float, **how: Any) -> Case:
-    """The toy's requests, one with a threshold of its own; blocks of the text are cut by limits."""
-    first, second, third = _full_sequence().requests
+    """Whole texts, one with a threshold of its own; blocks of the text are cut by limits."""
     net = dense.Net(model)
     return Case(
         FullSequence(accept, **how, block_size=8, buffer_size=4),
         model,
         functools.partial(dense_full_sequence.decode_full_sequence, net, accept=accept, **how),
-        (first, _own(second, accept_threshold=1.0), third),
+        (_WHOLE[0], _own(_WHOLE[1], accept_threshold=1.0), _WHOLE[2]),
     )
 
 
@@ -323,13 +262,20 @@ def _dflash() -> Case:
         drafters.hint(hints, [*request.prompt, *plain.truth(request).tokens], len(request.prompt))
     hints[:, ::7, 2] = 0
     hints[::3] = drafters.NO_HINT
-    spoken = _speculate()
     draft = drafters.hinted(plain.model, hints)
-    drafted = functools.partial(
-        dense.decode_drafted, dense.Net(plain.model), dense.Net(draft), drafted=3
-    )
+    net, draft_net = dense.Net(plain.model), dense.Net(draft)
+
+    def cache(_, text):
+        seen = dense.causal_rows(net, text)
+        taps = np.concatenate(seen.taps, axis=-1)
+        return {"target": seen.kv, "draft": dense.context_kv(draft_net, taps)}
+
     return dataclasses.replace(
-        spoken, strategy=DFlash(4, (0, 1), 4), truth=drafted, aux=(("draft", draft),)
+        plain,
+        strategy=DFlash(4, (0, 1), 4),
+        truth=functools.partial(dense.decode_drafted, net, draft_net, drafted=3),
+        cache=cache,
+        aux=(("draft", draft),),
     )
 
 
@@ -340,11 +286,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "d2f_whole_full": lambda: _d2f(models.plain(), aligned=True),
     "block_diffusion": _block_diffusion,
     "ar": _ar,
-    "soft_parallel": _soft_parallel,
-    "block_cache": _block_cache,
-    "speculate": _speculate,
-    "full_sequence": _full_sequence,
-    "canvas": _canvas,
+    "full_sequence": lambda: full_sequence_case(models.plain(), 0.6, remasking="low_confidence"),
     "multi_bd_experts": lambda: _multi_bd(models.experts()),
     "fast_dllm_v2": _fast_dllm_v2,
     "edit": _edit,
@@ -371,9 +313,9 @@ SWIFT = (
     "d2f_grid_full",
     "d2f_whole_full",
     "ar",
-    "block_cache",
+    "fast_dllm_v2",
     "full_sequence",
-    "canvas",
+    "diffusion_gemma_alone",
     "dflash",
 )
 # Of the engine alone: a row before the window that comes with a shared prompt.

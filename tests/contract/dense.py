@@ -3,7 +3,7 @@
 Everything is recomputed for every step of one request, with plain Python around it: no window, no
 pages, no strategy code, no shared sampling. `Net` runs the rows, `Law` reads a row of logits,
 `decode_tokens` is one token at a time and `decode_drafted` the drafter's loop. Blocks are in
-`dense_blocks.py`, the stranger loops in `dense_toys.py`.
+`dense_blocks.py`.
 """
 
 import dataclasses
@@ -84,7 +84,7 @@ class Net:
         return Seen(*_run(self.model, x, where, live, visible, mode, context), n)
 
     def law(self, logits: np.ndarray) -> "Law":
-        return Law(logits, self.mask)
+        return Law(logits, self.mask, self.model.defaults.vocab_limit)
 
 
 @jax.jit
@@ -119,9 +119,9 @@ def _run(model, x, positions, live, visible, mode, context):
 class Law:
     """A row of logits as a distribution over the ids that may be predicted."""
 
-    def __init__(self, logits: np.ndarray, mask: int):
+    def __init__(self, logits: np.ndarray, mask: int, limit: int = PADDED):
         self.logits = logits.astype(np.float64)
-        self.logits[[i for i in (mask, *range(PADDED, VOCAB)) if i >= 0]] = -np.inf
+        self.logits[[i for i in (mask, *range(limit, len(logits))) if i >= 0]] = -np.inf
 
     def probs(self, temperature: float = 0.0) -> np.ndarray:
         z = self.logits / (temperature or 1.0)

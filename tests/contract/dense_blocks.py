@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.contract.dense import Law, Net, Seen, Truth
+from tests.contract.dense import Law, Net, Seen, Truth, step_key
 from tests.contract.harness import Request
 
 
@@ -35,6 +35,32 @@ class Block:
 # A rule looks at a block, the progress of the one before it and the laws of its cells, writes the
 # block, and says whether the block may leave.
 Rule = Callable[[Block, float, dict[int, Law], Request, int], bool]
+
+
+def _complete(block: Block, request: Request) -> bool:
+    return all(block.start + i >= request.limit for i in block.holes())
+
+
+def threshold_rule(accept: float, semi: float) -> Rule:
+    """All holes above `accept`, or the surest one after a block with progress `semi`.
+
+    A request may bring an `accept_threshold` of its own.
+    """
+
+    def rule(block: Block, before: float, laws: dict[int, Law], request: Request, nfe: int) -> bool:
+        drawn = {
+            i: laws[i].draw(request.temperature, step_key(request, nfe, block.start + i))
+            for i in block.holes()
+        }
+        least = dict(request.knobs).get("accept_threshold", accept)
+        above = [i for i, (_, sure) in drawn.items() if sure > least]
+        if not above and drawn and before >= np.float32(semi):
+            above = [min(drawn, key=lambda i: (-drawn[i][1], i))]
+        for i in above:
+            block.cells[i] = drawn[i][0]
+        return _complete(block, request)
+
+    return rule
 
 
 def decode_blocks(

@@ -35,14 +35,6 @@ NUM_PAGES = 48
 MOST_STEPS = 4
 
 
-def strategy_of(name: str) -> Any:
-    """The case's strategy for any number of rows."""
-    strategy = case(name).strategy
-    if name == "speculate":
-        return strategy.replace(script=strategy.script[:1])
-    return strategy
-
-
 def config_of(name: str, **more: Any) -> EngineConfig:
     """Few buckets: one of slots, one of pages, one of prompts."""
     strategy = case(name).strategy
@@ -55,7 +47,7 @@ def config_of(name: str, **more: Any) -> EngineConfig:
         "max_steps_per_chunk": MOST_STEPS,
         "slot_buckets": (SLOTS,),
         "page_buckets": (1,),
-        "prefill_buckets": (32 if full else 12 if name == "block_cache" else 8,),
+        "prefill_buckets": (32 if full else 8,),
     }
     return EngineConfig(**(sizes | more))
 
@@ -63,7 +55,7 @@ def config_of(name: str, **more: Any) -> EngineConfig:
 def make_device(name: str, model: Any = None, allocate: bool = True, **config: Any) -> ModelRunner:
     """A device of the case; `model` instead of the case's, `config` over `config_of`."""
     c = case(name)
-    strategy, aux = strategy_of(name), dict(c.aux)
+    strategy, aux = c.strategy, dict(c.aux)
     model = model or c.model
     layout = buckets.make_layout(model, strategy, aux, config_of(name, **config))
     # The page buckets end with what a request needs.

@@ -1,7 +1,7 @@
 """Weights arrive bit for bit where the network reads them, by every way in and out.
 
 Casts rounded once, Orbax and back, export and back, and what threads and a keyboard may do
-meanwhile. Which leaf a tensor becomes is in test_convert_families.py.
+meanwhile. Which leaf a tensor becomes is in test_family_logits.py.
 """
 
 import errno

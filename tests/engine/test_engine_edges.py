@@ -1,6 +1,6 @@
 """Requests at the edges of sizes and limits, on the real device programs.
 
-Proves over the gate's toys (each with a dense, cache-free truth) that requests end with the right
+Proves over the gate's cases (each with a dense, cache-free truth) that requests end with the right
 tokens, reason and forwards, and leave every page free. Covered are prompts of one token, shorter
 than a block, of exactly a block, a page and more, and with the mask id; limits that are no multiple
 of a block; texts that meet `max_model_len` within one; stop ids of the request and of the model;
@@ -19,10 +19,18 @@ from tests.contract.engine import ends, make_engine, run, steps_a_chunk, wanted,
 
 CACHED = [name for name in NAMES if name not in ("full_sequence", "full_sequence_dual")]
 
-QUICK = ("multi_bd_shifted", "d2f_whole_full", "block_cache", "canvas")
+QUICK = ("multi_bd_shifted", "d2f_whole_full", "fast_dllm_v2", "diffusion_gemma_alone")
 FEW = sweep(
-    ("d2f_whole_full", "block_cache", "canvas"),
-    ("multi_bd", "d2f_grid_full", "d2f_whole_full", "ar", "block_cache", "speculate", "canvas"),
+    ("d2f_whole_full", "fast_dllm_v2", "diffusion_gemma_alone"),
+    (
+        "multi_bd",
+        "d2f_grid_full",
+        "d2f_whole_full",
+        "ar",
+        "fast_dllm_v2",
+        "dflash",
+        "diffusion_gemma_alone",
+    ),
 )
 
 
@@ -66,8 +74,8 @@ def test_the_model_length_ends_a_text_within_a_block(name):
     assert len(got.outputs[0].token_ids) == 14
 
 
-@pytest.mark.long("block_cache")
-@pytest.mark.slow("canvas")
+@pytest.mark.long("fast_dllm_v2")
+@pytest.mark.slow("diffusion_gemma")
 @pytest.mark.parametrize("name", sweep(QUICK, CACHED))
 def test_a_pool_that_a_text_outgrows_alone_ends_it_with_what_it_has(name):
     """At the first position that a block after it would not fit."""
@@ -79,7 +87,7 @@ def test_a_pool_that_a_text_outgrows_alone_ends_it_with_what_it_has(name):
     assert ends([got]) == [wanted(name, dataclasses.replace(request, max_tokens=min(room, 55)))]
 
 
-@pytest.mark.long("block_cache|canvas")
+@pytest.mark.long("fast_dllm_v2|diffusion_gemma")
 @pytest.mark.parametrize("name", sweep(QUICK))
 def test_the_mask_id_in_a_prompt_is_a_token_like_another(name):
     prompt = list(longest(name).prompt)
@@ -93,7 +101,7 @@ def test_the_mask_id_in_a_prompt_is_a_token_like_another(name):
 # --- ends -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.long("block_cache|canvas")
+@pytest.mark.long("fast_dllm_v2|diffusion_gemma")
 @pytest.mark.parametrize("name", sweep(QUICK))
 def test_stop_ids_of_the_request_and_of_the_model(name):
     tokens = wanted(name, longest(name))[0]
@@ -110,7 +118,7 @@ def test_stop_ids_of_the_request_and_of_the_model(name):
     assert ends(got) == [want, want, wanted(name, longest(name))]
 
 
-@pytest.mark.long("block_cache|canvas")
+@pytest.mark.long("fast_dllm_v2|diffusion_gemma")
 @pytest.mark.parametrize("steps", [1, toy.MOST_STEPS])
 @pytest.mark.parametrize("name", sweep(QUICK))
 def test_max_nfe_ends_with_what_is_settled(name, steps):
@@ -158,7 +166,7 @@ def test_a_run_of_equal_tokens_ends_a_text(preempted):
 # --- the same prompt ------------------------------------------------------------------------------
 
 
-@pytest.mark.long("block_cache|canvas")
+@pytest.mark.long("fast_dllm_v2|diffusion_gemma")
 @pytest.mark.parametrize("name", sweep(QUICK))
 def test_equal_prompts_together_and_one_behind_another(name):
     request = dataclasses.replace(longest(name), temperature=0.9)
@@ -177,7 +185,7 @@ def test_equal_prompts_together_and_one_behind_another(name):
 # --- leaving --------------------------------------------------------------------------------------
 
 
-@pytest.mark.long("block_cache|canvas")
+@pytest.mark.long("fast_dllm_v2|diffusion_gemma")
 @pytest.mark.parametrize("name", FEW)
 def test_aborted_requests_leave_and_change_nothing(name):
     """While it waits, in its prefill, while it decodes, twice, and when it is gone."""
@@ -205,7 +213,7 @@ def test_aborted_requests_leave_and_change_nothing(name):
         assert ends([done[order[i]] for i in kept]) == want
 
 
-@pytest.mark.long("block_cache|canvas")
+@pytest.mark.long("fast_dllm_v2|diffusion_gemma")
 @pytest.mark.parametrize("name", FEW)
 def test_a_request_that_takes_over_the_slot_of_an_aborted_one_is_itself(name):
     """Its predecessor's last chunk is still on its way."""

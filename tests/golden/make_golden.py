@@ -1,26 +1,24 @@
-"""Makes the golden files: tiny random checkpoints and what torch and transformers say of them.
+"""Makes two folders of tiny random weights, named and spelled by torch and transformers.
 
 Run by hand where torch is installed (the `oracle` extra); the tests read its output without torch:
 
     python tests/golden/make_golden.py
 
-Every other family: `make_family_golden.py`, which stores logits and no weights.
+What transformers says of every family is in `families.npz` (`make_family_golden.py`).
 
 `sdar/`  untied, bfloat16 files, spread over shards of free names with one layer in two of them.
 `qwen3/` tied, float32, one file. Both have num_heads * head_dim != hidden_size and grouped queries.
-`logits.npz` in each: `token_ids` and float32 logits under full, block-causal (4) and causal masks.
 """
 
 import json
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 HERE = Path(__file__).parent
-BATCH, LENGTH, BLOCK = 2, 23, 4  # a length that ends inside a block
+BLOCK = 4
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 40,
@@ -52,30 +50,6 @@ def network(seed: int, tied: bool, dtype: torch.dtype) -> Qwen3ForCausalLM:
     return model
 
 
-def visible(kind: str) -> torch.Tensor:
-    """Which key each query sees, written position by position."""
-    sees = {
-        "full": lambda query, key: True,
-        "causal": lambda query, key: key <= query,
-        "block_causal": lambda query, key: key // BLOCK <= query // BLOCK,
-    }[kind]
-    rows = [[sees(query, key) for key in range(LENGTH)] for query in range(LENGTH)]
-    return torch.tensor(rows)
-
-
-def write_logits(model: Qwen3ForCausalLM, seed: int, folder: Path) -> None:
-    """Run the model under each mask and store what it says."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, SIZES["vocab_size"], (BATCH, LENGTH), generator=generator)
-    arrays = {"token_ids": ids.numpy().astype(np.int32)}
-    for kind in ("full", "block_causal", "causal"):
-        blocked = torch.finfo(torch.float32).min * (~visible(kind)).float()
-        mask = blocked[None, None].expand(BATCH, 1, LENGTH, LENGTH)
-        with torch.no_grad():
-            arrays[kind] = model(input_ids=ids, attention_mask=mask).logits.numpy()
-    np.savez_compressed(folder / "logits.npz", **arrays)
-
-
 def tensors(model: Qwen3ForCausalLM, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The state under transformers' own names; a tied head is stored once."""
     state = {name: t.to(dtype).contiguous() for name, t in model.state_dict().items()}
@@ -89,7 +63,6 @@ def make_sdar() -> None:
     folder = HERE / "sdar"
     folder.mkdir(exist_ok=True)
     model = network(11, tied=False, dtype=torch.bfloat16)
-    write_logits(model, 12, folder)
     files = ("layer-a.safetensors", "layer-b.safetensors", "others.safetensors")
     weight_map = {
         name: files[i % 3] for i, name in enumerate(sorted(tensors(model, torch.float32)))
@@ -123,7 +96,6 @@ def make_qwen3() -> None:
     folder = HERE / "qwen3"
     folder.mkdir(exist_ok=True)
     model = network(21, tied=True, dtype=torch.float32)
-    write_logits(model, 22, folder)
     save_file(tensors(model, torch.float32), folder / "model.safetensors", {"format": "pt"})
     config = {**model.config.to_diff_dict(), "architectures": ["Qwen3ForCausalLM"]}
     config |= {"eos_token_id": [91, 90], "dtype": "float32", "tie_word_embeddings": True}

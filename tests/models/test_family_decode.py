@@ -18,8 +18,7 @@ import dllm_jax as dj
 from dllm_jax.engine.layout import EngineConfig
 from dllm_jax.strategies import AR, MultiBD
 from tests.contract.dense import Law, decode_tokens
-from tests.contract.dense_blocks import decode_blocks
-from tests.contract.dense_toys import threshold_rule
+from tests.contract.dense_blocks import decode_blocks, threshold_rule
 from tests.contract.harness import Request
 from tests.oracles.checkpoints import write_tiny
 from tests.oracles.families import reference_logits

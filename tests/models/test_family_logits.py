@@ -30,6 +30,7 @@ from dllm_jax.models import reference
 from tests.golden.family_cases import BLOCK, CASES, LENGTH, MASKS, write_case
 from tests.oracles.checkpoints import write_adapter, write_tiny
 from tests.oracles.families import reference_logits, run, visibility
+from tests.oracles.tiny_configs import CONFIGS
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "families.npz")
 TOLERANCE = 1e-4
@@ -77,6 +78,7 @@ def test_reference_agrees_with_transformers(folder_of, name):
         np.testing.assert_allclose(logits, GOLDEN[f"{name}/{kind}"], rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.versions("^(sdar|qwen3_tied)$")
 @pytest.mark.parametrize("name", CASES)
 def test_logits_agree_with_transformers(model_of, name):
     model, ids = model_of(name), GOLDEN[f"{name}/ids"]
@@ -88,6 +90,12 @@ def test_logits_agree_with_transformers(model_of, name):
         assert wanted[kind].std() > 1  # the comparison is of something
     assert np.abs(wanted["full"] - wanted["causal"]).max() > 1000 * TOLERANCE
     assert np.abs(wanted["full"] - wanted["block_causal"]).max() > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "kind"), [("sdar", "block_causal"), ("qwen3", "causal")])
+def test_attention_and_block_size_default_to_the_familys(model_of, name, kind):
+    logits = model_of(name).logits(GOLDEN[f"{name}/ids"][None])[0]
+    np.testing.assert_allclose(logits, GOLDEN[f"{name}/{kind}"], rtol=0, atol=TOLERANCE)
 
 
 # What a config may say besides, one draw a kind of arithmetic.
@@ -104,6 +112,8 @@ DRAWS: dict[str, tuple[str, dict[str, Any]]] = {
             "weight_tying": True,
         },
     ),
+    # A block's ff_out has the shape of the head.
+    "llada_of_square_networks": ("llada", {"mlp_hidden_size": CONFIGS["llada"]["embedding_size"]}),
     "qwen3_with_biases": ("qwen3", {"attention_bias": True, "rms_norm_eps": 1e-3}),
     "new_rope_spelling": (
         "sdar",
@@ -361,6 +371,19 @@ MISTAKES = {
     "norms of query and key swapped": (
         "sdar",
         lambda w: {"q_norm": w["k_norm"], "k_norm": w["q_norm"]},
+    ),
+    "key for value": ("sdar", lambda w: {"wqkv": w["wqkv"][:, :, np.array([0, 1, 2, 4, 3])]}),
+    "query heads of other groups": (
+        "sdar",
+        lambda w: {
+            "wqkv": jnp.concatenate([w["wqkv"][:, ::-1, :-2], w["wqkv"][:, :, -2:]], axis=2)
+        },
+    ),
+    "pairs of the rotation": (
+        "sdar",
+        lambda w: {
+            "wqkv": jnp.concatenate([w["wqkv"][:, :, :-2, ::-1], w["wqkv"][:, :, -2:]], axis=2)
+        },
     ),
     "query heads in turn": (
         "stable_diffcoder",

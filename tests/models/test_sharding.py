@@ -379,7 +379,7 @@ def test_a_mesh_of_two_axes_must_say_which_splits_the_weights():
 
 def test_networks_that_do_not_add_up_parts_are_refused():
     with pytest.raises(ValueError, match="a toy model cannot be split over devices"):
-        place(toys.two_modes(), over_devices(2))
+        place(toys.conditioned(), over_devices(2))
 
 
 def test_a_split_model_is_not_split_again():

@@ -41,22 +41,9 @@ OPENING = [
             "(block_starts(state) < buffer.limit[:, None])",
             "(block_starts(state) >= 0)",
         ),
-        opens_at_the_limit=(
-            "(block_starts(state) < buffer.limit[:, None])",
-            "(block_starts(state) <= buffer.limit[:, None])",
-        ),
-        opens_beside_a_stop=("opens &= ~has_stop(state)[:, None]", ""),
         prompt_stop_is_terminal=(
             "generated = buffer.filled & ~is_given(state)",
             "generated = buffer.filled",
-        ),
-        add_is_strict=(
-            "last_progress >= at_block(add_block_threshold)",
-            "last_progress > at_block(add_block_threshold)",
-        ),
-        add_reads_the_first_block=(
-            "jnp.maximum(num_open - 1, 0)[:, None]",
-            "jnp.zeros_like(num_open)[:, None]",
         ),
         empty_window_waits_for_progress=("ready = num_open == 0", "ready = num_open < 0"),
         always_opens_the_second=("ready = num_open == 0", "ready = num_open <= 1"),
@@ -79,17 +66,9 @@ ACCEPTING = [
     *broken(
         "multi_bd",
         "blocks.py",
-        semi_is_strict=(
-            "progress(state) >= at_block(threshold)",
-            "progress(state) > at_block(threshold)",
-        ),
         first_block_needs_a_gate=(
             "[jnp.ones_like(semi[:, :1]), semi[:, :-1]]",
             "[jnp.zeros_like(semi[:, :1]), semi[:, :-1]]",
-        ),
-        gate_reads_its_own_block=(
-            "[jnp.ones_like(semi[:, :1]), semi[:, :-1]]",
-            "[jnp.ones_like(semi[:, :1]), semi[:, 1:]]",
         ),
     ),
     *broken(
@@ -101,16 +80,7 @@ ACCEPTING = [
     *broken(
         "multi_bd",
         "sampling.py",
-        accept_is_not_strict=(
-            "stats.confidence > at_token(threshold)",
-            "stats.confidence >= at_token(threshold)",
-        ),
-        forces_without_a_gate=("may.astype(jnp.int32)", "jnp.ones_like(may, jnp.int32)"),
         never_forces=("may.astype(jnp.int32)", "jnp.zeros_like(may, jnp.int32)"),
-        forced_ties_to_the_last=(
-            "(index[..., None, :] < index[..., :, None])",
-            "(index[..., None, :] > index[..., :, None])",
-        ),
     ),
 ]
 
@@ -118,14 +88,6 @@ COMMITTING = [
     *broken(
         "multi_bd",
         "blocks.py",
-        commits_behind_a_hole=(
-            "jnp.arange(done.shape[1])[None] < _run_at_left(done)[:, None]",
-            "done",
-        ),
-        commits_at_once=(
-            "commit_len=jnp.sum(committed, axis=1)",
-            "commit_len=jnp.sum(status == TO_CACHE, axis=1)",
-        ),
         commits_one_at_a_time=(
             "commit_len=jnp.sum(committed, axis=1)",
             "commit_len=jnp.any(committed, axis=1)",
@@ -158,14 +120,6 @@ COMMITTING = [
 ]
 
 FINISHING = [
-    *broken(
-        "multi_bd",
-        "blocks.py",
-        holes_are_settled=(
-            "_run_at_left(solid)",
-            "jnp.sum(solid, axis=1, dtype=jnp.int32)",
-        ),
-    ),
     *broken(
         "multi_bd",
         "driver.py",
@@ -247,22 +201,8 @@ REMASKING = [
         dynamic_ignores_the_quota=("keepdims=True) >= quota[:, :, None]", "keepdims=True) >= 1"),
     ),
     *broken(
-        "dynamic",
-        "sampling.py",
-        dynamic_is_not_strict=(
-            "stats.confidence > at_token(threshold)",
-            "stats.confidence >= at_token(threshold)",
-        ),
-    ),
-    *broken(
         "entropy",
         "sampling.py",
-        entropy_prefix_is_inclusive=(
-            "place[..., None, :] < place[..., :, None]",
-            "place[..., None, :] <= place[..., :, None]",
-        ),
-        entropy_bound_is_strict=("spent <= at_token(bound)", "spent < at_token(bound)"),
-        entropy_of_the_highest_first=("rank(-stats.entropy, among)", "rank(stats.entropy, among)"),
         entropy_bounds_each_cell=(
             "among & (spent <= at_token(bound))",
             "among & ((stats.entropy <= at_token(bound)) | (place == 0))",
@@ -272,11 +212,6 @@ REMASKING = [
         "sequential",
         "block_diffusion.py",
         sequential_from_the_right=("-state.buffer.positions", "state.buffer.positions"),
-    ),
-    *broken(
-        "sequential",
-        "sampling.py",
-        sequential_skips_holes=("score = jnp.where(among, score, -jnp.inf)", "score = score"),
     ),
     *broken(
         "static",
@@ -292,22 +227,6 @@ REMASKING = [
         block_steps_do_not_slide=(
             "block_steps=along(buffer.block_steps, by_block, jnp.int32(0))",
             "block_steps=buffer.block_steps",
-        ),
-    ),
-    *broken(
-        "static",
-        "sampling.py",
-        quota_remainder_lasts_longer=(
-            "state.buffer.block_steps < remainder",
-            "state.buffer.block_steps <= remainder",
-        ),
-        quota_remainder_last=(
-            "state.buffer.block_steps < remainder",
-            "state.buffer.block_steps >= denoising_steps - remainder",
-        ),
-        static_ties_to_the_last=(
-            "(index[..., None, :] < index[..., :, None])",
-            "(index[..., None, :] > index[..., :, None])",
         ),
     ),
 ]

@@ -6,7 +6,6 @@ has none, since no cell becomes a hole again.
 
 from tests.mutation import broken
 
-_FORCED = "return among & (before_unsure | first)"
 _READY = (
     "ready = ~jnp.any(changes & counts, axis=2) | ~jnp.any(unsure & counts, axis=2)",
     "ready = ~jnp.any({} & counts, axis=2)",
@@ -19,12 +18,6 @@ MUTANTS = [
     *broken(
         "paper",
         "sampling.py",
-        run_ends_at_the_threshold=(
-            "among & (stats.confidence < at_token(threshold))",
-            "among & (stats.confidence <= at_token(threshold))",
-        ),
-        run_may_be_empty=(_FORCED, "return among & before_unsure"),
-        run_skips_the_unsure=(_FORCED, "return among & (~unsure | first)"),
         run_takes_the_unsure_one=(
             "before_unsure = jnp.cumsum(unsure.astype(jnp.int32), axis=2) == 0",
             "before_unsure = jnp.cumsum(unsure.astype(jnp.int32), axis=2) < 1 + unsure.astype(int)",
@@ -94,26 +87,10 @@ MUTANTS = [
     ),
     *broken(
         "paper",
-        "token_merge.py",
-        the_mask_gets_the_tokens_share=(
-            "Descriptors(token[..., None], sure[..., None], 1.0 - sure, on)",
-            "Descriptors(token[..., None], sure[..., None], sure, on)",
-        ),
-        new_mixtures_are_not_kept=(
-            "jnp.where(where[..., None] if fresh.ndim > where.ndim else where, fresh, kept)",
-            "kept",
-        ),
-    ),
-    *broken(
-        "paper",
         "driver.py",
         mixtures_do_not_slide=(
             "along(v, by_token, fresh.tokens[k]) for k, v in state.carry.tokens.items()",
             "v for k, v in state.carry.tokens.items()",
-        ),
-        new_cells_keep_mixtures=(
-            "jnp.where((index < size).reshape(B, size, *tail), moved, fill)",
-            "moved",
         ),
     ),
     *broken(

@@ -33,13 +33,6 @@ MUTANTS = broken(
 )
 MUTANTS += broken(
     "corpus",
-    "block_rewrite.py",
-    edits_count_as_accepted=("where & ~state.buffer.filled", "where"),
-    repeating_oneself_is_an_edit=(" & (tokens != buffer.tokens)", ""),
-    the_prompt_may_change=(">= buffer.prompt_len[:, None, None]", ">= 0"),
-)
-MUTANTS += broken(
-    "corpus",
     "blocks.py",
     what_is_full_is_settled=("if ready is not None:  # h", "if False:  # h"),
     what_is_full_may_leave=(

@@ -49,14 +49,6 @@ TOKENS = [
             "(cell >= first) & (cell < first + size)",
         ),
     ),
-    *broken(
-        "tokens",
-        "sampling.py",
-        accept_is_not_strict=(
-            "stats.confidence > at_token(threshold)",
-            "stats.confidence >= at_token(threshold)",
-        ),
-    ),
 ]
 
 PASSES = [

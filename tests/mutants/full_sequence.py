@@ -54,14 +54,6 @@ MUTANTS = [
         ),
     ),
     *broken(
-        "low_confidence",
-        "sampling.py",
-        sure_is_not_strict=(
-            "stats.confidence > at_token(threshold)",
-            "stats.confidence >= at_token(threshold)",
-        ),
-    ),
-    *broken(
         "entropy",
         "remasking.py",
         highest_entropy_first=(

@@ -1,7 +1,7 @@
 """Wrong versions of the rules that strategies share, one expression broken in each.
 
 `killer` is the check of `rule_checks.py` that must notice, in `OPENING` the scripts of a strategy.
-The mutants of each strategy break some of these rules as well; here each function is checked alone.
+The mutants of each strategy break other expressions; here each shared function is checked alone.
 Left out as equivalent: a settled run that counts DUMMY cells (none is ever filled), a rank that
 breaks a tie of cells outside `among`, and one number for both streams of keys.
 """

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracles.list_decoder import ACTIVE, IN_CACHE, TO_CACHE, Asked, Block, Result
+from tests.oracles.list_decoder import ACTIVE, Asked, Block, Result, write
 
 CLOSE = 1e-5
 
@@ -62,10 +62,9 @@ def credit_decode(
     """Decodes one request greedily from a script."""
     asked, result = Asked(prompt=prompt, **limits), Credited()
     accounts: dict[int, Account] = {}
-    blocks = asked.blocks(Block)
-    for said, sure in zip(token, prob, strict=True):
-        live = asked.live(blocks, lambda last: last.progress() >= np.float32(rules.add))
-        stored = [block for block in live if block.status == TO_CACHE]
+
+    def forward(row: tuple[Any, Any], live: list[Block]) -> tuple[int, set[int]]:
+        said, sure = row
         writes: list[tuple[Block, int, int]] = []
         for slot, block in enumerate(live):
             if block.status != ACTIVE:
@@ -98,22 +97,12 @@ def credit_decode(
                 )
                 taken = [first]
             writes += [(block, offset, fused[offset][0]) for offset in taken]
-        for block, offset, written in writes:
-            block.cells[offset] = written
+        return write(writes, live)
 
-        for block in live:
-            if block.status == ACTIVE:
-                if block.holes():
-                    break
-                block.status = TO_CACHE
-
-        result.nfe += 1
-        if asked.ends(result, asked.text(blocks), len(writes)):
-            return result
-        for block in stored:
-            block.status = IN_CACHE
-        result.steps.append(asked.draw(blocks, len(writes)))
-    return result
+    script = zip(token, prob, strict=True)
+    return asked.decode(
+        result, script, Block, lambda last: last.progress() >= np.float32(rules.add), forward
+    )
 
 
 def _law(token: int, prob: float, asked: Asked) -> dict[int, float]:

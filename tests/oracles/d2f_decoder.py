@@ -1,19 +1,18 @@
-"""D2F as lists: two unbounded decoders without window, vectors or jax.
+"""D2F as its authors' loop, written apart from `strategies/`.
 
-`d2f_decode` is the oracle of `D2F` on either grid: one growing list of cells, `None` where nothing
-is written, and a list of blocks that says who may write where. `paper_decode` is the authors' own
-loop: blocks from the prompt's end on, no window, a latched "complete" state, at most
-`max_new_tokens // size` blocks, and no early end. Both are written apart from `strategies/`.
+Blocks from the prompt's end on, no window, a latched "complete" state, at most
+`max_new_tokens // size` blocks, and no early end. On either grid `D2F` is also what `list_decoder`
+does with `multi_bd_rule`.
 """
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from tests.oracles.list_decoder import ACTIVE, IN_CACHE, TO_CACHE, Asked, Block, Result, law_of
+from tests.oracles.list_decoder import ACTIVE, IN_CACHE, TO_CACHE, law_of
 
 Cells = list[int | None]
 
@@ -46,60 +45,6 @@ def choose(
         best = max(law.confidence for law in laws.values())
         sure = [next(p for p in holes if laws[p].confidence == best)]
     return {p: laws[p].token for p in sure}
-
-
-def d2f_decode(
-    prompt: Sequence[int],
-    token: Any,
-    prob: Any,
-    *,
-    accept: float,
-    add: float,
-    semi: float,
-    aligned: bool,
-    **limits: Any,
-) -> Result:
-    """Decode one request greedily from a script."""
-    asked, begin, result = Asked(prompt=prompt, **limits), len(prompt), Result()
-    block_size = asked.block_size
-    origin = begin if aligned else begin - begin % block_size
-    text: Cells = list(prompt)
-    spans: list[Span] = []
-    if origin < begin:  # the prompt's rest opens the first block, and counts as its progress
-        spans.append(Span(origin, origin + block_size))
-        text += [None] * (origin + block_size - begin)
-    for row in zip(token, prob, strict=True):
-        live = [span for span in spans if span.status != IN_CACHE]
-        ended = any(cell in asked.eos_ids for cell in text[begin:] if cell is not None)
-        fits = len(live) < asked.buffer_size and max(len(text), origin) < asked.limit
-        if fits and not ended and (not live or live[-1].share(text) >= np.float32(add)):
-            spans.append(Span(len(text), len(text) + block_size))
-            text += [None] * block_size
-            live.append(spans[-1])
-        # Who may force is read before anything is written; a block in the cache is complete.
-        forced = [True] + [span.share(text) >= np.float32(semi) for span in live]
-        written: dict[int, int] = {}
-        for span, may in zip(live, forced[:-1], strict=True):
-            if span.status == ACTIVE:
-                holes = span.holes(text)
-                written |= choose(holes, bool(may), accept, row, asked.mask_id, asked.vocab_size)
-        for position, chosen in written.items():
-            text[position] = chosen
-        committed = [span for span in live if span.status == TO_CACHE]
-        for span in live[len(committed) :]:
-            if span.holes(text):
-                break
-            span.status = TO_CACHE
-        result.nfe += 1
-        if asked.ends(result, text[begin:], len(written)):
-            break
-        for span in committed:
-            span.status = IN_CACHE
-        shown = [span for span in spans if span.status != IN_CACHE]
-        drawn = asked.draw([Block(s.start, text[s.start : s.end], s.status) for s in shown], 0)
-        start = shown[0].start if shown else spans[-1].end
-        result.steps.append(replace(drawn, start=start, new_tokens=len(written)))
-    return result
 
 
 def paper_decode(

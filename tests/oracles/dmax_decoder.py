@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracles.list_decoder import ACTIVE, IN_CACHE, TO_CACHE, Asked, Block, Law, Result
+from tests.oracles.list_decoder import ACTIVE, Asked, Block, Law, Result
 
 Mixture = tuple[int, np.float32]  # a token, and its probability; the rest is the mask's
 
@@ -87,14 +87,12 @@ def dmax_decode(
 ) -> SoftResult:
     """Decodes one request greedily from a script; see the module's words."""
     asked, result = Asked(prompt=prompt, **limits), SoftResult()
-    blocks = asked.blocks(SoftBlock)
 
     def is_ready(last: SoftBlock) -> bool:
         is_filled = last.progress() >= np.float32(rules.add)
         return bool(is_filled and last.same_ratio >= np.float32(rules.stability))
 
-    for row in zip(token, prob, strict=True):
-        live = asked.live(blocks, is_ready)
+    def forward(row: tuple[Any, Any], live: list[SoftBlock]) -> tuple[int, set[int]]:
         result.shown.append(
             {
                 block.start + i: mixture
@@ -103,25 +101,15 @@ def dmax_decode(
                 for i, mixture in block.soft.items()
             }
         )
-        stored = [block for block in live if block.status == TO_CACHE]
-        leading, filled = True, 0
+        filled, leaving = 0, set()
         for block in live:
             if block.status != ACTIVE:
                 continue
             laws = [asked.law(row, block.start + i) for i in range(len(block.cells))]
             ready, count = denoise(block, laws, rules, len(prompt), asked.limit)
             filled += count
-            leading &= ready
-            if leading:
-                block.status = TO_CACHE
+            leaving |= {block.start} if ready else set()
+        return filled, leaving
 
-        # Only what leaves is settled: the rest may still be rewritten.
-        result.nfe += 1
-        left = asked.text([block for block in blocks if block.status in (TO_CACHE, IN_CACHE)])
-        assert None not in left[: asked.limit - len(prompt)]
-        if asked.ends(result, left, filled):
-            return result
-        for block in stored:
-            block.status = IN_CACHE
-        result.steps.append(asked.draw(blocks, filled))
-    return result
+    script = zip(token, prob, strict=True)
+    return asked.decode(result, script, SoftBlock, is_ready, forward, rewrites=True)

@@ -15,15 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracles.list_decoder import (
-    ACTIVE,
-    IN_CACHE,
-    TO_CACHE,
-    Asked,
-    Block,
-    Result,
-    law_of,
-)
+from tests.oracles.list_decoder import ACTIVE, Asked, Block, Result, law_of
 
 
 @dataclass
@@ -93,20 +85,16 @@ def rewrite_decode(
 ) -> Edited:
     """Decodes one request greedily from a script, block by block as `rewrite` says."""
     asked, result = Asked(prompt=prompt, **limits), Edited()
-    size, blocks = asked.block_size, asked.blocks(EditBlock)
-    for said, sure in zip(token, prob, strict=True):
-        live = asked.live(blocks, lambda last: last.progress() >= np.float32(add_block_threshold))
 
-        # Every decision is taken on what the forward saw.
-        stored = [block for block in live if block.status == TO_CACHE]
-        new = 0
-        ready: list[int] = []
+    def forward(row: tuple[Any, Any], live: list[EditBlock]) -> tuple[int, set[int]]:
+        said, sure = row
+        new, ready = 0, set()
         for block in live:
             if block.status != ACTIVE:
                 continue
-            heard = [(int(said[p]), sure[p]) for p in range(block.start, block.start + size)]
+            heard = [(int(said[p]), sure[p]) for p in range(block.start, block.end)]
             ends = len(prompt), asked.limit
-            given, inside = (min(max(p - block.start, 0), size) for p in ends)
+            given, inside = (min(max(p - block.start, 0), len(block.cells)) for p in ends)
             cells, may_leave, notes = rewrite(block, heard, given, inside)
             for old, written in zip(block.cells, cells, strict=True):
                 new += old is None and written is not None
@@ -114,26 +102,17 @@ def rewrite_decode(
                 result.unsaid += old in asked.eos_ids and old != written
             block.cells = cells
             result.notes.update(notes)
-            if may_leave:
-                ready.append(block.start)
+            ready |= {block.start} if may_leave else set()
+        return new, ready
 
-        # What may leave does so only after what leaves.
-        for block in live:
-            if block.status == ACTIVE:
-                if block.start not in ready:
-                    break
-                block.status = TO_CACHE
-
-        result.nfe += 1
-        # Only blocks that leave are settled: the others may still change.
-        kept = asked.text([block for block in blocks if block.status != ACTIVE])
-        assert None not in kept[: asked.limit - len(prompt)], "a block left with a hole"
-        if asked.ends(result, kept, new):
-            return result
-        for block in stored:
-            block.status = IN_CACHE
-        result.steps.append(asked.draw(blocks, new))
-    return result
+    return asked.decode(
+        result,
+        zip(token, prob, strict=True),
+        EditBlock,
+        lambda last: last.progress() >= np.float32(add_block_threshold),
+        forward,
+        rewrites=True,
+    )
 
 
 @dataclass

@@ -4,7 +4,8 @@ The oracle of `MultiBD` and `BlockDiffusion`, written apart from `strategies/`. 
 growing Python list of blocks from position 0; a block is a list of cells, `None` where nothing is
 written yet. Nothing is ever shifted, so it cannot repeat a mistake of a sliding window; the window
 of a trace is only *drawn* from the list. `Asked` is what the oracles of all strategies share: the
-limits of a request, blocks that open one by one, what is settled and how a request ends.
+limits of a request, blocks that open one by one, what is settled and how a request ends; with its
+`decode` they differ in what a forward writes and which blocks may leave.
 
 A *script* stands for the model: `token[i][p]` and `prob[i][p]` say what forward `i` after prefill
 predicts at absolute position `p`.
@@ -12,7 +13,7 @@ predicts at absolute position `p`.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -42,6 +43,10 @@ class Block:
     def holes(self) -> list[int]:
         return [i for i, cell in enumerate(self.cells) if cell is None]
 
+    @property
+    def end(self) -> int:
+        return self.start + len(self.cells)
+
     def progress(self) -> np.float32:
         return np.float32((len(self.cells) - len(self.holes())) / len(self.cells))
 
@@ -68,6 +73,7 @@ class Result:
 
 
 B = TypeVar("B", bound=Block)
+R = TypeVar("R", bound=Result)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +90,7 @@ class Asked:
     max_model_len: int | None = None
     max_nfe: int | None = None
     max_run: int | None = None
+    aligned: bool = False  # the grid of blocks begins with the text
 
     @property
     def limit(self) -> int:
@@ -97,6 +104,8 @@ class Asked:
 
     def blocks(self, kind: type[B]) -> list[B]:
         """Those of the prompt: whole ones are cached, its rest shares a block with the text."""
+        if self.aligned:
+            return [kind(0, list(self.prompt), IN_CACHE)]
         size, made = self.block_size, []
         for start in range(0, len(self.prompt), size):
             cells: list[int | None] = list(self.prompt[start : start + size])
@@ -114,7 +123,7 @@ class Asked:
         None opens at or past the limit, nor after a stop that stands in the text now.
         """
         live = [block for block in blocks if block.status != IN_CACHE]
-        start = len(blocks) * self.block_size
+        start = blocks[-1].end
         standing = any(cell in self.eos_ids for cell in self.text(blocks) if cell is not None)
         fits = start < self.limit and not standing and len(live) < self.buffer_size
         if fits and (not live or is_ready(live[-1])):
@@ -147,11 +156,50 @@ class Asked:
         tokens = [[self.mask_id if cell is None else cell for cell in b.cells] for b in live]
         missing = self.buffer_size - len(live)
         return Step(
-            (len(blocks) - len(live)) * self.block_size,
+            live[0].start if live else blocks[-1].end,
             tokens + [[self.mask_id] * self.block_size] * missing,
             [block.status for block in live] + [DUMMY] * missing,
             new,
         )
+
+    def decode(
+        self,
+        result: R,
+        script: Iterable[tuple[Any, Any]],
+        kind: type[B],
+        is_ready: Callable[[B], Any],
+        forward: Callable[[tuple[Any, Any], list[B]], tuple[int, set[int]]],
+        rewrites: bool = False,
+    ) -> R:
+        """Decode one request greedily.
+
+        Args:
+            is_ready: Whether the next block may open after this one.
+            forward: Writes the ACTIVE blocks of a window by a row of the script. It takes every
+                decision on what was there before, and returns the tokens that are new and the
+                starts of the blocks that may leave.
+            rewrites: Blocks that have not left may still change, so they are not settled.
+        """
+        blocks = self.blocks(kind)
+        for row in script:
+            live = self.live(blocks, is_ready)
+            stored = [block for block in live if block.status == TO_CACHE]
+            new, ready = forward(row, live)
+            for block in live:  # what may leave does so only after what leaves
+                if block.status == ACTIVE:
+                    if block.start not in ready:
+                        break
+                    block.status = TO_CACHE
+            result.nfe += 1
+            settled = [block for block in blocks if not rewrites or block.status != ACTIVE]
+            text = self.text(settled)
+            assert not rewrites or None not in text[: self.limit - len(self.prompt)]
+            if self.ends(result, text, new):
+                return result
+            for block in stored:
+                block.status = IN_CACHE
+            result.steps.append(self.draw(blocks, new))
+        return result
 
 
 # A rule: which of a block's holes are written now. `previous` is the block before it in the window,
@@ -256,13 +304,8 @@ def list_decode(
 ) -> Result:
     """Decodes one request greedily from a script; see the module's words."""
     asked = Asked(prompt=prompt, **limits)
-    result = Result() if result is None else result
-    blocks = asked.blocks(Block)
-    for row in zip(token, prob, strict=True):
-        live = asked.live(blocks, lambda last: last.progress() >= np.float32(add_block_threshold))
 
-        # The forward: every decision is taken on the state before any of this step's writes.
-        stored = [block for block in live if block.status == TO_CACHE]
+    def forward(row: tuple[Any, Any], live: list[Block]) -> tuple[int, set[int]]:
         writes: list[tuple[Block, int, int]] = []
         for slot, block in enumerate(live):
             if block.status != ACTIVE:
@@ -272,23 +315,22 @@ def list_decode(
             chosen = rule(block, previous, list(laws.items())) if laws else []
             writes += [(block, offset, laws[offset].token) for offset in chosen]
             block.forwards += 1
-        for block, offset, written in writes:
-            block.cells[offset] = written
+        return write(writes, live)
 
-        # Complete blocks wait for the cache only after complete blocks.
-        for block in live:
-            if block.status == ACTIVE:
-                if block.holes():
-                    break
-                block.status = TO_CACHE
+    return asked.decode(
+        Result() if result is None else result,
+        zip(token, prob, strict=True),
+        Block,
+        lambda last: last.progress() >= np.float32(add_block_threshold),
+        forward,
+    )
 
-        result.nfe += 1
-        if asked.ends(result, asked.text(blocks), len(writes)):
-            return result
-        for block in stored:
-            block.status = IN_CACHE
-        result.steps.append(asked.draw(blocks, len(writes)))
-    return result
+
+def write(writes: list[tuple[Block, int, int]], live: Sequence[Block]) -> tuple[int, set[int]]:
+    """Fill (block, offset) with tokens; how many they are, and the blocks without a hole."""
+    for block, offset, token in writes:
+        block.cells[offset] = token
+    return len(writes), {block.start for block in live if not block.holes()}
 
 
 def list_ar(prompt: Sequence[int], token: Any, prob: Any, **limits: Any) -> Result:

@@ -1,12 +1,11 @@
-"""Proves that hundreds of wrong usages of command and API are one short line each, and soon.
+"""Proves that hundreds of wrong usages of the command are one short line each, and soon.
 
-They are generated: every flag that checks its value gets each value that is not one, every path
-each thing that is no such file, every field and argument of the API each hostile value. Calls are
-made in this process; afterwards the engine writes what it wrote before.
+They are generated: every flag that checks its value gets each value that is not one, and every path
+each thing that is no such file. Calls are made in this process. Those of the API are in
+tests/api/test_hostile_values.py.
 """
 
 import argparse
-import dataclasses
 import os
 import time
 
@@ -14,8 +13,6 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.cli import entry, main
-from dllm_jax.engine.layout import EngineConfig
-from tests.api.test_llm import CONFIG, STRATEGY
 
 pytestmark = pytest.mark.long
 
@@ -36,7 +33,6 @@ WORDS = (
     "é" * 999,
 )
 PROMPT = "Ann has 3 pens and 4 books. How many things has she?"
-PARAMS = dj.SamplingParams(max_tokens=8)
 
 
 @pytest.fixture(scope="module")
@@ -224,99 +220,3 @@ def test_flags_that_do_not_go_together_are_refused(once, capsys):
     ]
     usages += [["none"], ["tune"], ["generat"], ["generate", ""], ["bench"], ["bench", "none"]]
     assert all_wrong(usages, capsys) >= 40
-
-
-# --- the API ----------------------------------------------------------------------------------
-
-
-class Dumb:
-    def __repr__(self):
-        raise RuntimeError
-
-
-class Long:
-    def __repr__(self):
-        return "x\n" * 50_000
-
-
-HOSTILE = (
-    Dumb(),
-    Long(),
-    "y" * 50_000,
-    b"x",
-    -1,
-    1.5,
-    float("nan"),
-    10**5000,
-    [[]],
-    {"a": 1},
-    object,
-)
-
-
-@pytest.fixture(scope="module")
-def llm(model):
-    # The programs of tests/api/test_llm.py.
-    return dj.LLM(model, STRATEGY, config=CONFIG, warm_up=False)
-
-
-def calls(llm):
-    """Calls of the API by name, each a function of one hostile value."""
-    model = llm.model
-    for field in dataclasses.fields(dj.SamplingParams):
-        yield f"params.{field.name}", lambda v, n=field.name: dj.SamplingParams(**{n: v})
-    for field in dataclasses.fields(EngineConfig):
-        if field.type in (int, float, int | None):
-            yield f"config.{field.name}", lambda v, n=field.name: EngineConfig(**{n: v})
-    for name in ("strategy", "draft", "dtype", "lora", "config", "seed", "tensor_parallel_size"):
-        yield f"LLM.{name}", lambda v, n=name: dj.LLM(model, warm_up=False, **{n: v})
-    for name in ("block_size", "buffer_size", "num_pages", "max_model_len", "none"):
-        yield f"LLM.{name}", lambda v, n=name: dj.LLM(model, warm_up=False, **{n: v})
-    yield "LLM", lambda v: dj.LLM(v)
-    yield "load", lambda v: dj.load(v)
-    yield "load.dtype", lambda v: dj.load("builtin:tiny-sdar", dtype=v)
-    yield "load.quantization", lambda v: dj.load("builtin:tiny-sdar", quantization=v)
-    yield "load.revision", lambda v: dj.load("builtin:tiny-sdar", revision=v)
-    yield "generate.params", lambda v: llm.generate("x", v, use_tqdm=False)
-    yield "chat", lambda v: llm.chat(v, PARAMS, use_tqdm=False)
-    yield "chat.turn", lambda v: llm.chat([v], PARAMS, use_tqdm=False)
-    yield "chat.tools", lambda v: llm.chat([{"role": "user", "content": "x"}], PARAMS, tools=v)
-    yield "stream.events", lambda v: llm.stream("x", PARAMS, events=v)
-    for name in (
-        "max_tokens",
-        "temperature",
-        "top_k",
-        "top_p",
-        "strategy",
-        "key",
-        "stop_token_ids",
-    ):
-        yield f"dj.{name}", lambda v, n=name: dj.generate(model, [[1]], **{"max_tokens": 2, n: v})
-    yield "dj.prompts", lambda v: dj.generate(model, v, max_tokens=2)
-
-
-def test_the_api_refuses_hostile_values_in_a_line_and_the_engine_goes_on(llm, recwarn):
-    before = llm.generate(PROMPT, PARAMS, use_tqdm=False)[0].outputs[0].token_ids
-    number, found = 0, {}
-    for name, call in calls(llm):
-        for value in HOSTILE:
-            began, error = time.process_time(), None
-            try:
-                call(value)
-            except (TypeError, ValueError) as caught:
-                error = caught
-            except Exception as caught:
-                found[name, type(value).__name__] = repr(caught)[:200]
-                continue
-            number += error is not None
-            seconds = time.process_time() - began
-            text = str(error)
-            if error is not None and (len(text.encode()) >= MOST_BYTES or "\n" in text):
-                found[name, type(value).__name__] = text[:200]
-            elif error is not None and seconds >= MOST_SECONDS:
-                found[name, type(value).__name__] = seconds
-    assert not found, found
-    assert number >= 300
-    assert not llm.engine.has_work
-    after = llm.generate(PROMPT, PARAMS, use_tqdm=False)[0].outputs[0].token_ids
-    assert after == before

@@ -15,8 +15,8 @@ import dllm_jax as dj
 from dllm_jax.compile import warmup
 from dllm_jax.engine.layout import EngineConfig
 from dllm_jax.runner.buckets import make_layout
-from dllm_jax.strategies import AR, MultiBD, Needs
-from tests.contract import models, toys
+from dllm_jax.strategies import AR, FullSequence, MultiBD, Needs
+from tests.contract import models
 
 MODEL = models.plain()  # 512 positions
 
@@ -168,7 +168,7 @@ def test_long_passes_are_for_accelerators(on_accelerator):
         (multi_bd("grid_causal"), models.plain(shift=True), 8),
         (multi_bd("whole_full", boundary=True), MODEL, 1),
         (AR(), models.causal(), 1),
-        (toys.FullSequence(), MODEL, 0),
+        (FullSequence(block_size=8, buffer_size=4), MODEL, 0),
     ],
 )
 def test_a_prefix_hit_leaves_what_the_strategy_must_compute(strategy, model, least):
@@ -176,7 +176,7 @@ def test_a_prefix_hit_leaves_what_the_strategy_must_compute(strategy, model, lea
 
 
 def test_a_layout_for_prompts_in_the_window_has_a_window_and_no_prefix():
-    made = layout(toys.FullSequence(), page_size=16, max_model_len=32)
+    made = layout(FullSequence(block_size=8, buffer_size=4), page_size=16, max_model_len=32)
     assert made.in_window
     assert made.window == 32
     assert made.prefill_len(20) == 0

@@ -40,7 +40,7 @@ QUICK = (
     "multi_bd_shifted",
     "d2f_whole_full",
     "ar",
-    "block_cache",
+    "fast_dllm_v2",
     "full_sequence",
 )
 
@@ -100,7 +100,7 @@ def check_cache(name, request, text, start, pools):
                 np.testing.assert_allclose(a[:length], b[:length], **TOLERANCE)
 
 
-@pytest.mark.long("block_cache")
+@pytest.mark.long("fast_dllm_v2")
 @pytest.mark.slow("ar|d2f_whole_full|full_sequence")
 @pytest.mark.versions("multi_bd_shifted")
 @pytest.mark.parametrize("name", sweep(QUICK))
@@ -111,7 +111,7 @@ def test_requests_alone_end_as_the_truth(name):
     assert_same(name, ends(got), truths(name))
 
 
-@pytest.mark.long("ar|block_cache")
+@pytest.mark.long("ar|fast_dllm_v2")
 @pytest.mark.slow("full_sequence")
 @pytest.mark.parametrize("steps", [1, toy.MOST_STEPS])
 @pytest.mark.parametrize("name", sweep(QUICK))
@@ -142,7 +142,7 @@ def test_preemption_after_every_fetch_changes_nothing(name, caching):
         assert all(passes) if not caching else sum(passes) > 0
 
 
-@pytest.mark.long("ar|block_cache|full_sequence")
+@pytest.mark.long("ar|fast_dllm_v2|full_sequence")
 @pytest.mark.parametrize("name", [*sweep(QUICK), *sweep((), EXTRA)])
 def test_preemption_at_any_step_changes_nothing(name):
     """Of all that have a slot, whatever they do there: in the middle of a prompt as well."""
@@ -161,7 +161,7 @@ def test_preemption_at_any_step_changes_nothing(name):
         with steps_a_chunk(1):
             assert_same(name, ends(run(engine, wishes(name), between)), truths(name))
     assert DECODE in caught
-    assert PREFILL in caught or name in (*FULL, *WHOLE, "block_cache")
+    assert PREFILL in caught or name in (*FULL, *WHOLE)
 
 
 @pytest.mark.slow
@@ -169,14 +169,13 @@ def test_preemption_meets_every_status_of_the_window():
     """The window's blocks in each combination that a window of three can show at a fetch."""
     A, T, D = ACTIVE, TO_CACHE, DUMMY
     met = set()
-    for name in ("multi_bd", "multi_bd_shifted", *FULL, "soft_parallel"):
+    for name in ("multi_bd", "multi_bd_shifted", *FULL):
         with steps_a_chunk(1):
             run(make_engine(name), wishes(name), toy.preempting(met))
     assert {(A, D, D), (A, A, D), (T, D, D), (T, A, D), (T, T, D), (T, A, A), (T, T, A)} <= met
-    assert {(D, D), (A, D), (A, A), (T, D), (T, A), (T, T)} <= met
 
 
-@pytest.mark.long("ar|block_cache|full_sequence")
+@pytest.mark.long("ar|fast_dllm_v2|full_sequence")
 @pytest.mark.parametrize("name", sweep(QUICK))
 def test_a_short_pool_preempts_and_changes_nothing(name):
     """Every prompt twice in one batch, in pools from the least on that takes the longest."""
@@ -219,10 +218,10 @@ def test_the_same_request_again_finds_its_prompt(name):
         count = len(one.prompt_token_ids)
         assert one.metrics.cached_tokens == reusable(engine.layout, count, count)
     found = sum(one.metrics.cached_tokens for one in after)
-    assert (found > 0) == (name not in (*WHOLE, "block_cache"))  # a unit of 48 tokens
+    assert (found > 0) == (name not in WHOLE)
 
 
-@pytest.mark.long("ar|block_cache")
+@pytest.mark.long("ar|fast_dllm_v2")
 @pytest.mark.parametrize("name", sweep(QUICK, CACHED))
 def test_a_second_turn_finds_the_first_with_its_answer(name):
     first = dataclasses.replace(case(name).requests[1], max_tokens=30, suffix=())
@@ -236,11 +235,11 @@ def test_a_second_turn_finds_the_first_with_its_answer(name):
     assert_same(name, ends([got]), [wanted(name, second)], [second])
     known = 0 if engine.layout.is_full else min(seen[0][1], len(prompt))
     assert got.metrics.cached_tokens == reusable(engine.layout, len(prompt), known)
-    if name not in (*FULL, "block_cache"):
+    if name not in FULL:
         assert got.metrics.cached_tokens > len(first.prompt)
 
 
-@pytest.mark.long("ar|block_cache")
+@pytest.mark.long("ar|fast_dllm_v2")
 @pytest.mark.parametrize("name", sweep(QUICK, CACHED))
 def test_soft_commits_share_prompts_only_and_start_over(name):
     """Any strategy may be told so: the host's rule alone."""
@@ -298,7 +297,7 @@ def preempt_once_after(committed):
     return between
 
 
-@pytest.mark.long("ar|block_cache|full_sequence")
+@pytest.mark.long("ar|fast_dllm_v2|full_sequence")
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("name", sweep(QUICK))
 def test_sequences_of_one_request_are_those_of_their_keys(name, caching):
@@ -364,7 +363,7 @@ def test_what_lasts_outlives_requests_and_the_rest_does_not():
 
 # --- chunkings and buckets ------------------------------------------------------------------------
 
-SOME = ("multi_bd_shifted", "d2f_whole_full", "block_cache", "speculate")
+SOME = ("multi_bd_shifted", "d2f_whole_full", "fast_dllm_v2", "dflash")
 
 
 @pytest.mark.long
@@ -446,10 +445,10 @@ def slots_of(name, order, free, chosen, **layout):
 
 
 # A canvas that begins early runs in wider passes, and so do its neighbours.
-@pytest.mark.long("ar|block_cache|full_sequence")
+@pytest.mark.long("ar|fast_dllm_v2|full_sequence")
 @pytest.mark.versions("multi_bd_shifted")
 @pytest.mark.parametrize(
-    "name", sweep(QUICK, [name for name in NAMES if name not in ("speculate", "diffusion_gemma")])
+    "name", sweep(QUICK, [name for name in NAMES if name != "diffusion_gemma"])
 )
 def test_at_one_bucket_a_slot_is_equal_bit_for_bit_whatever_its_neighbours(name):
     met = set()

@@ -1,6 +1,6 @@
 """The decode loop never copies the cache: read from the compiled program of every strategy.
 
-Proves, for each case of the contract's gate (toys, `AR`, `BlockDiffusion`, `MultiBD`), that prefill
+Proves, for each case of the contract's gate that prefill
 and the decode loop on the device, compiled as one program with the state donated, reuse the pools
 in place (they are aliased), hold no instruction that makes another array of a pool's size (copy,
 select, transpose, convert, broadcast, ...) and need far less scratch memory than the cache; and
@@ -108,7 +108,7 @@ def test_the_loop_works_in_place_and_equals_the_dense_run(name):
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="XLA's CPU scatter widens bfloat16 before jax 0.11"
 )
-@pytest.mark.parametrize("name", ["multi_bd", "speculate"])
+@pytest.mark.parametrize("name", ["multi_bd", "dflash"])
 def test_the_loop_works_in_place_in_bfloat16(name):
     check(*compiled(name, jnp.bfloat16))
 
@@ -144,12 +144,12 @@ def test_the_loop_of_generate_works_in_place():
 
 
 # Between them: both prefill kinds of a full prompt, a copied page, a boundary, a `cond`, a drafter.
-ENGINE = ("d2f_whole_full", "block_cache", "speculate")
+ENGINE = ("d2f_whole_full", "fast_dllm_v2", "dflash")
 
 
 @pytest.mark.long
-@pytest.mark.slow("block_cache|speculate")
-@pytest.mark.versions("canvas|dflash|multi_bd_shifted")
+@pytest.mark.slow("fast_dllm_v2|dflash")
+@pytest.mark.versions("diffusion_gemma_alone|dflash|multi_bd_shifted")
 @pytest.mark.parametrize(
     "name", [n if n in ENGINE else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
 )
@@ -208,7 +208,7 @@ def test_pools_of_several_shapes_are_written_in_place(tmp_path):
 @pytest.mark.long
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name", ["multi_bd", "block_diffusion", "ar", "speculate", "dflash", "multi_bd in 8 bits"]
+    "name", ["multi_bd", "block_diffusion", "ar", "dflash", "multi_bd in 8 bits"]
 )
 def test_the_loop_works_in_place_on_a_gpu(name):
     """As above but for scratch memory, which on a GPU holds the libraries' workspaces too.

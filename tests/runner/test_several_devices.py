@@ -101,7 +101,7 @@ def test_generate_gives_the_texts_of_one_device(kind, parts):
     assert_same(dj.generate(model, PROMPTS, **DRAWN), alone(kind))
 
 
-SOME = ("d2f_whole_full", "edit", "dmax", "soft_parallel", "full_sequence")
+SOME = ("d2f_whole_full", "edit", "dmax", "full_sequence")
 MORE = (
     "block_diffusion",
     "fast_dllm_v2",

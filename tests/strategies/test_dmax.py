@@ -320,26 +320,6 @@ def test_random_scripts_agree_over_a_long_sweep(
     compare(block_size, buffer_size, mode, first=1000, count=1000)
 
 
-@pytest.mark.long
-@pytest.mark.slow("diffulex")
-@pytest.mark.parametrize("mode", MODES)
-def test_a_buffer_that_never_adds_is_a_buffer_of_one(mode: str) -> None:
-    """Trap 21: the same tokens with the same bubbles."""
-    for number in range(30):
-        rng, case = draw_dmax((21, number), 4)
-        rules = dataclasses.replace(draw_rules(rng, mode == "paper"), add=1.5)
-        parts = (case.prompt, case.token, case.prob)
-        one, three = (
-            by_window(rules, *parts, block_size=4, buffer_size=K, **case.limits) for K in (1, 3)
-        )
-        assert (one.output, one.finish_reason, one.nfe) == (
-            three.output,
-            three.finish_reason,
-            three.nfe,
-        ), f"{number=}"
-        assert [s.tokens[0] for s in one.steps] == [s.tokens[0] for s in three.steps]
-
-
 # --- what the cells show --------------------------------------------------------------------------
 
 

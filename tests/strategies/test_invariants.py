@@ -1,8 +1,8 @@
 """The invariants of docs/contract.md over every strategy, and over strategies that break one.
 
-Proves that `check_invariants` passes the project's strategies, the toys of the gate and steps that
-users wrote, from reached and from drawn windows, for any seed, each with the fewest forwards in
-which its first open block must leave. For each rule, it names the rule that a wrong step breaks.
+Proves that `check_invariants` passes the project's strategies and steps that users wrote, from
+reached and from drawn windows, for any seed, each with the fewest forwards in which its first open
+block must leave. For each rule, it names the rule that a wrong step breaks.
 The wrong steps are one program; a number in the strategy selects one.
 """
 
@@ -21,7 +21,6 @@ from dllm_jax.strategies.core.needs import Needs
 from dllm_jax.strategies.core.protocol import Knob, Strategy, TokenMix, knob
 from dllm_jax.strategies.core.state import ACTIVE, DUMMY, STOP, TO_CACHE
 from dllm_jax.strategies.testing.invariants import check_invariants
-from tests.contract import toys, toys_models
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -75,14 +74,10 @@ CASES: dict[str, tuple[Any, int]] = {
     ),
     "function": (as_strategy(surest, block_size=4, buffer_size=1), 5),
     "my_strategy": (load_strategy(f"{EXAMPLES}/my_strategy.py:my_step", block_size=8), 6),
-    "soft_parallel": (toys.SoftParallel(), 9),
-    "block_cache": (toys.BlockCache(), 13),
     "credit_decoding": (
         load_strategy(f"{EXAMPLES}/credit_decoding.py:CreditDecoding", block_size=4, buffer_size=2),
         5,
     ),
-    "full_sequence_toy": (toys.FullSequence(), 8),  # two cells a forward: half of 16, a block
-    "canvas": (toys_models.Canvas(), 9),
     "diffusion_gemma": (strategies.DiffusionGemma(block_size=4, buffer_size=1), 7),
     "diffusion_gemma_early": (strategies.DiffusionGemma(early_slots=99, block_size=4), 7),
 }
@@ -117,7 +112,9 @@ def test_every_strategy_keeps_the_contract(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["multi_bd", "d2f", "edit", "dmax", "fast_dllm_v2", "canvas"])
+@pytest.mark.parametrize(
+    "name", ["multi_bd", "d2f", "edit", "dmax", "fast_dllm_v2", "diffusion_gemma"]
+)
 def test_the_bounds_are_the_fewest(name: str) -> None:
     """So a block that waits one forward too long would show."""
     strategy, most = CASES[name]
@@ -268,8 +265,8 @@ def test_soft_commits_may_be_mixtures() -> None:
 def test_what_cannot_be_checked_is_refused() -> None:
     with pytest.raises(ValueError, match="surest has no block_size"):
         check_invariants(surest)
-    with pytest.raises(ValueError, match=r"Speculate needs the models \('draft',\)"):
-        check_invariants(toys_models.Speculate())
+    with pytest.raises(ValueError, match=r"DFlash needs the models \('draft',\)"):
+        check_invariants(strategies.DFlash(4, (0, 1)))
     for wrong, reported in (
         (
             {"knobs": {"threshold": [1.0]}},

@@ -1,6 +1,6 @@
 """Proves that a recorded step does what an unrecorded one does, and that its record is right.
 
-Every strategy of the contract's gate, toys of outside authors among them, is traced with the
+Every strategy of the contract's gate is traced with the
 recorder around its model (a value kept from inside a `lax.cond` would not survive that). Among the
 slow tests each is run to its end against the unrecorded run. A record is checked against a window
 rebuilt from its events alone. Recording off costs nothing: the decode program is the same text
@@ -65,7 +65,7 @@ def prepared(name):
 
 
 # Two readouts a step, forwards and readouts inside branches, a drafter, the prompt in the window.
-HARD = ("dmax", "fast_dllm_v2", "canvas", "speculate", "full_sequence")
+HARD = ("dmax", "fast_dllm_v2", "diffusion_gemma_alone", "dflash", "full_sequence")
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_who_waits_does_not_wait_for_more():
         "ar",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("multi_bd_shifted", "block_diffusion", "block_cache", "speculate")
+            for name in ("multi_bd_shifted", "block_diffusion", "fast_dllm_v2", "dflash")
         ),
     ],
 )
