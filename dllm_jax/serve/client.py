@@ -1,8 +1,4 @@
-"""The front's end of the pipe: starts the engine process, hands requests over, fills mailboxes.
-
-A `Mailbox` has one pending delta a text, which grows until it is taken: a slow reader holds its own
-text and nothing else.
-"""
+"""The front's end of the pipe: starts the engine process, hands requests over, fills mailboxes."""
 
 import asyncio
 import contextlib
@@ -17,11 +13,11 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
-import msgspec
-
 from dllm_jax.serve import pipe
-from dllm_jax.serve.pipe import Counts, Delta, Facts, Usage
+from dllm_jax.serve.mailbox import EngineGone, Mailbox, RequestFailed
+from dllm_jax.serve.pipe import Counts, Delta, Facts
 from dllm_jax.serve.refusals import Refusal
+from dllm_jax.serve.stderr import Copied
 from dllm_jax.serve.text import TextSide
 
 END_S, KILLED_S = 0.2, 60.0  # for a process to end on request, and after SIGKILL
@@ -33,143 +29,6 @@ _CHILD = (
     "from dllm_jax.serve.child.process import main; "
     "sys.exit(main(int(sys.argv[2]), int(sys.argv[3])))"
 )
-
-
-class EngineGone(Exception):
-    """The engine ended before the request did; the message says how."""
-
-
-class RequestFailed(Exception):
-    """A request ended with an error; the message is for the log alone."""
-
-
-class Mailbox:
-    """Messages of the engine for one request that its reader has not taken yet.
-
-    Args:
-        num_choices: Texts of the request.
-        num_prompts: Prompts of the request.
-
-    Attributes:
-        num_open: Texts that have not ended.
-        usages: Counts of the prompts that have ended.
-        is_closed: Its reader left.
-        client: Whose request it is.
-        is_accepted: The engine has queued every prompt; reported for streams only.
-        refusal: Why it queued none, or gave up.
-        failure: Why it will say nothing more.
-        on_text: Takes a delta of nothing but text while the reader waits; False leaves it to it.
-    """
-
-    def __init__(self, request_id: int, num_choices: int, num_prompts: int):
-        self.id, self.num_choices, self.num_prompts = request_id, num_choices, num_prompts
-        self.num_open = num_choices
-        self.usages: list[Usage] = []
-        self.num_tokens = [0] * num_choices
-        self.client = ""
-        self.refusal: Refusal | RequestFailed | None = None
-        self.failure: str | None = None
-        self.is_closed = self.is_accepted = False
-        self.on_text: Callable[[Delta], bool] | None = None
-        self.merged_frames = 0
-        self._pending: dict[int, Delta] = {}
-        self._has_news = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Nothing further will come."""
-        return self.num_open == 0 and len(self.usages) == self.num_prompts
-
-    def put(self, delta: Delta) -> None:
-        """Take a delta from the engine."""
-        self.num_tokens[delta.choice] = delta.num_tokens
-        if delta.finish is not None:
-            self.num_open -= 1
-        if delta.usage is not None:
-            self.usages.append(delta.usage)
-        if (
-            delta.finish is delta.frame is delta.usage is None
-            and self._is_read
-            and self.on_text is not None
-            and self.on_text(delta)
-        ):
-            return
-        waiting = self._pending.get(delta.choice)
-        if waiting is None:
-            self._pending[delta.choice] = delta
-        else:
-            self.merged_frames += waiting.frame is not None and delta.frame is not None
-            waiting.merge(delta)
-        self.wake()
-
-    def accept(self) -> None:
-        """The engine has queued every prompt."""
-        self.is_accepted = True
-        self.wake()
-
-    def refuse(self, refusal: Refusal | RequestFailed) -> None:
-        """The engine has queued none, or gave up."""
-        self.refusal = refusal
-        self.wake()
-
-    def fail(self, reason: str) -> None:
-        """The engine is gone, or the server ends."""
-        self.failure = reason
-        self.wake()
-
-    def check(self) -> None:
-        """Raise what the engine says in the place of the rest.
-
-        Raises:
-            Refusal: It refused the request.
-            RequestFailed: It could not handle it.
-            EngineGone: It ended first.
-        """
-        if self.refusal is not None:
-            raise self.refusal
-        if self.failure is not None and not self.is_over:
-            raise EngineGone(self.failure)
-
-    async def accepted(self) -> None:
-        """Wait until the engine has queued a stream; raises as `check`."""
-        while not self.is_accepted:
-            await self.wait()
-            self._has_news = bool(self._pending)
-            self.check()
-
-    def leave(self) -> None:
-        """Its reader left."""
-        self.is_closed = True
-        self.wake()
-
-    def wake(self) -> None:
-        """Let its reader look."""
-        self._has_news = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    @property
-    def _is_read(self) -> bool:
-        """Whether its reader waits, and has taken all there was."""
-        return self._waiter is not None and not self._has_news
-
-    async def wait(self, seconds: float | None = None) -> None:
-        """Wait for something new, or so long."""
-        if self._has_news:
-            return
-        self._waiter = asyncio.get_running_loop().create_future()
-        if seconds is None:
-            await self._waiter
-        else:
-            await asyncio.wait([self._waiter], timeout=seconds)
-        self._waiter = None
-
-    def take(self) -> list[Delta]:
-        """Pending deltas, in the order of the choices."""
-        self._has_news = False
-        pending, self._pending = self._pending, {}
-        return [pending[choice] for choice in sorted(pending)]
 
 
 class _End(asyncio.Protocol):
@@ -202,25 +61,6 @@ class _End(asyncio.Protocol):
         self.turns.put_nowait(None)
 
 
-class _Lines(asyncio.Protocol):
-    """Copies the engine's standard error to ours, without blocking.
-
-    Attributes:
-        ended: Nothing more will come.
-    """
-
-    def __init__(self):
-        self.ended = asyncio.Event()
-
-    def data_received(self, data: bytes) -> None:
-        """Lines, or parts of them."""
-        print(data.decode("utf-8", "replace"), end="", file=sys.stderr, flush=True)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """It has ended."""
-        self.ended.set()
-
-
 class EngineClient:
     """The engine process as the front sees it.
 
@@ -249,13 +89,13 @@ class EngineClient:
         self._boxes: dict[int, Mailbox] = {}
         self._num_texts = 0  # of the boxes, not ended
         self._asked: dict[int, asyncio.Future[pipe.Told]] = {}
-        self._commanded: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._commanded: dict[int, asyncio.Future[pipe.Carried]] = {}
         self._ids = itertools.count()
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
         self._unsent: list[bytes] = []
         self._task: asyncio.Task[None] | None = None
-        self._lines = _Lines()
+        self._lines = Copied()
         self._moved_s = self._spawned_s = 0.0
         self._is_ready = False
         self.is_draining = False
@@ -316,23 +156,20 @@ class EngineClient:
         theirs.close()
         os.close(tells)
         self._is_ready, self.progress, self._spawned_s = False, None, time.monotonic()
-        self._lines = _Lines()
+        self._lines = Copied()
         self._task = asyncio.get_running_loop().create_task(self._serve(ours, told))
 
     def submit(
         self,
         prompts: list[pipe.Prompt],
         params: dict[str, Any],
-        *,
-        stream: bool = False,
-        denoise: bool = False,
-        deadline_s: float | None = None,
-        priority: int = 0,
         client: str = "",
-        ids: bool = False,
-        cache_salt: str = "",
+        **how: Any,
     ) -> Mailbox:
         """Hand prompts to the engine, which queues all or none; `release` the mailbox in the end.
+
+        Args:
+            how: Further fields of `pipe.Add`.
 
         Raises:
             Refusal: They are too much for one message.
@@ -341,8 +178,7 @@ class EngineClient:
         n = params.get("n", 1)
         box = Mailbox(next(self._ids), len(prompts) * n, len(prompts))
         box.client = client
-        flow = (stream, denoise, deadline_s, priority, client, ids, cache_salt)
-        self._send(pipe.Add(box.id, prompts, params, *flow))
+        self._send(pipe.Add(box.id, prompts, params, client=client, **how))
         self._begin()
         self._boxes[box.id] = box
         self._num_texts += box.num_open
@@ -359,12 +195,7 @@ class EngineClient:
         reads = [(text.ids, text.prompt_len, text.rows, text.labels) for text in texts]
         self._send(pipe.Ask(number, reads, client))
         self._begin()
-        answer = asyncio.get_running_loop().create_future()
-        self._asked[number] = answer
-        try:
-            return await answer
-        finally:
-            del self._asked[number]
+        return await _answer(self._asked, number)
 
     def order(self, name: str, **fields: Any) -> int:
         """`command` without its answer; the number by which it comes."""
@@ -379,12 +210,7 @@ class EngineClient:
             Refusal: It cannot be done, and everything is as before.
             EngineGone: The engine ended first.
         """
-        number = self.order(name, **fields)
-        answer = self._commanded[number] = asyncio.get_running_loop().create_future()
-        try:
-            return await answer
-        finally:
-            del self._commanded[number]
+        return (await _answer(self._commanded, self.order(name, **fields))).fields
 
     def _begin(self) -> None:
         """A request is handed over."""
@@ -409,8 +235,7 @@ class EngineClient:
         for box in list(self._boxes.values()):
             box.fail(reason)
         for answer in self._asked.values():
-            if not answer.done():
-                answer.set_exception(EngineGone(reason))
+            _fail(answer, EngineGone(reason))
 
     async def close(self) -> None:
         """End the engine process: it is not waited for, but for `Launch.grace_s`."""
@@ -468,11 +293,10 @@ class EngineClient:
                 if self.text is None:
                     self.text = await asyncio.to_thread(TextSide, message.facts)
                 self.facts, self._is_ready = message.facts, True
-                about = msgspec.to_builtins(message.facts)
                 self._tell(
                     "ready",
                     model=message.facts.source,
-                    **{name: about[name] for name in _READY},
+                    **{name: getattr(message.facts, name) for name in _READY},
                     seconds=round(time.monotonic() - self._spawned_s, 1),
                 )
         except Exception as error:  # a tokenizer that cannot be read
@@ -499,16 +323,12 @@ class EngineClient:
             if (box := self._boxes.get(message.id)) is not None:
                 self._forget(box)
                 box.refuse(error)
-            if (asked := self._asked.get(message.id)) is not None and not asked.done():
-                asked.set_exception(error)
-            if (answer := self._commanded.get(message.id)) is not None and not answer.done():
-                answer.set_exception(error)
-        elif isinstance(message, pipe.Carried):
-            if (answer := self._commanded.get(message.id)) is not None and not answer.done():
-                answer.set_result(message.fields)
-        elif isinstance(message, pipe.Told):
-            if (asked := self._asked.get(message.id)) is not None and not asked.done():
-                asked.set_result(message)
+            _fail(self._asked.get(message.id), error)
+            _fail(self._commanded.get(message.id), error)
+        elif isinstance(message, pipe.Carried | pipe.Told):
+            asked: Any = self._asked if isinstance(message, pipe.Told) else self._commanded
+            if (answer := asked.get(message.id)) is not None and not answer.done():
+                answer.set_result(message)
         elif isinstance(message, pipe.Progress):
             self.progress = message.done, message.of
         elif isinstance(message, pipe.Phase):
@@ -528,8 +348,7 @@ class EngineClient:
         assert process is not None
         was_ready, self._is_ready, self.held = self._is_ready, False, None
         for answer in self._commanded.values():
-            if not answer.done():
-                answer.set_exception(EngineGone("the engine ended before the command did"))
+            _fail(answer, EngineGone("the engine ended before the command did"))
         self.num_failures += 1
         self.counts = Counts()
         self._on_counts(self.counts)
@@ -553,6 +372,20 @@ class EngineClient:
             self.failure = f"the engine process {process.pid} does not end after SIGKILL"
             self.reason = "the engine process does not end"
         self.over.set()
+
+
+async def _answer(waiting: "dict[int, asyncio.Future[Any]]", number: int) -> Any:
+    answer = waiting[number] = asyncio.get_running_loop().create_future()
+    try:
+        return await answer
+    finally:
+        del waiting[number]
+
+
+def _fail(answer: "asyncio.Future[Any] | None", error: Exception) -> None:
+    """End the wait for an answer, if anybody waits."""
+    if answer is not None and not answer.done():
+        answer.set_exception(error)
 
 
 async def _ended(process: subprocess.Popen[bytes], seconds: float) -> int | None:

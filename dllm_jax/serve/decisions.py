@@ -6,7 +6,7 @@ from dllm_jax.api.questions import Answer, Question, Reading, answer, reads
 from dllm_jax.serve import wire
 from dllm_jax.serve.exchange import Call, Json
 from dllm_jax.serve.pipe import Facts
-from dllm_jax.serve.refusals import Refusal
+from dllm_jax.serve.refusals import Refusal, unsupported
 from dllm_jax.serve.service import Service
 from dllm_jax.serve.text import MOST_CHARS, TextSide
 
@@ -77,11 +77,10 @@ def _context(given: str | list[wire.Turn]) -> str:
     for i, turn in enumerate(given):
         if turn.role != "user":
             param = f"input[{i}].role"
-            raise Refusal(
+            raise unsupported(
+                param,
                 f"{param}={turn.role!r}: an input has messages of the user alone; give the "
                 "conversation as a text",
-                param=param,
-                code="unsupported_parameter",
             )
     return "\n\n".join(wire.text_of(turn.content) for turn in given)
 

@@ -11,8 +11,8 @@ from starlette.exceptions import HTTPException
 from dllm_jax.serve import logs
 from dllm_jax.serve.admin import PATHS as ADMIN_PATHS
 from dllm_jax.serve.auth import BASIC, Guard
-from dllm_jax.serve.client import EngineGone, RequestFailed
 from dllm_jax.serve.exchange import Call, Elsewhere, Endpoint, Json
+from dllm_jax.serve.mailbox import EngineGone, RequestFailed
 from dllm_jax.serve.pipe import Delta, total
 from dllm_jax.serve.refusals import Refusal, anthropic_error, error_object
 from dllm_jax.serve.service import Service

@@ -7,17 +7,14 @@ import re
 import time
 from typing import Any
 
-import msgspec
-
-from dllm_jax.engine.checks import Refused
-from dllm_jax.engine.rules import check_thresholds
 from dllm_jax.loading import tool_forms
 from dllm_jax.serve import wire
 from dllm_jax.serve.answers import Form, fingerprint
-from dllm_jax.serve.client import Mailbox
 from dllm_jax.serve.exchange import Call, Json
+from dllm_jax.serve.mailbox import Mailbox
+from dllm_jax.serve.params import constraint, params_of
 from dllm_jax.serve.pipe import Facts, Prompt
-from dllm_jax.serve.refusals import Refusal, shown
+from dllm_jax.serve.refusals import Refusal, shown, unsupported
 from dllm_jax.serve.service import Service
 from dllm_jax.serve.stream import EventStream, whole
 from dllm_jax.serve.text import TextSide
@@ -25,8 +22,6 @@ from dllm_jax.serve.turns import ChatForm, Texts, TurnStream
 from dllm_jax.structured import Tools
 from dllm_jax.structured.offers import BadTool, offered
 
-SEED_MODULUS = 2**32  # a random key is made from 32 bits
-MAX_CONSTRAINT_BYTES = 128 << 10
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 
 
@@ -39,11 +34,10 @@ async def completions(service: Service, call: Call) -> Any:
     suffix = None
     if body.suffix is not None:
         if not facts.infill:
-            raise Refusal(
+            raise unsupported(
+                "suffix",
                 f"suffix: the strategy {facts.strategy!r} does not see what follows a hole; start "
                 "the server with one that does, such as multi_bd or full_sequence",
-                param="suffix",
-                code="unsupported_parameter",
             )
         suffix = await text.run(len(body.suffix), text.ids, body.suffix, False, "suffix")
     given: list[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -85,11 +79,10 @@ async def answer_chat(service: Service, call: Call, body: wire.Chat, make_form: 
     service.check_model(body.model)
     ids, tools = await text.run(call.size, read_chat, text, body)
     if make_form is None and body.thinking_token_budget is not None and not text.form.thinks:
-        raise Refusal(
+        raise unsupported(
+            "thinking_token_budget",
             f"thinking_token_budget={body.thinking_token_budget}: this model's chat template has "
             "no thoughts; leave it out",
-            param="thinking_token_budget",
-            code="unsupported_parameter",
         )
     if (
         body.max_tokens is not None
@@ -147,10 +140,8 @@ def _answer(text: TextSide, tools: Tools, body: wire.Chat) -> tuple[str, str] | 
             raise ValueError("it says what the text must be, as tools do; use response_format")
         tool_forms.check_answer(tools.choice, text.form)
     except ValueError as error:
-        raise Refusal(
-            f"{name} with tools: {error}", param=name, code="unsupported_parameter"
-        ) from None
-    return json.dumps((wire.constraint(body) or {})["json"]), "flexible"
+        raise unsupported(name, f"{name} with tools: {error}") from None
+    return json.dumps((constraint(body) or {})["json"]), "flexible"
 
 
 def chat_ids(
@@ -180,7 +171,7 @@ async def _generate(
     for name, is_given in (("stream_mode", denoise), ("stream_options", body.stream_options)):
         if is_given and not body.stream:
             raise Refusal(f"{name} needs stream: true; set it or leave this out", param=name)
-    params = _params(body, facts, max_tokens, tools)
+    params = params_of(body, facts, max_tokens, tools)
     if tools is not None:
         ends = service.ready()[1].end_ids(tools)
         params["stop_token_ids"] = (*params["stop_token_ids"], *ends)
@@ -189,6 +180,7 @@ async def _generate(
         labels = {"route": call.scope["endpoint"].path, "choice": choice}
         service.metrics.count("dllm_tool_requests_total", **labels)
     num_texts = len(prompts) * params["n"]
+    service.check_texts(num_texts)
     engine = service.engine
     mine = engine.num_open_of(call.client)
     service.admission.check(engine.num_open, facts.num_slots, num_texts, denoise, mine > 0)
@@ -263,55 +255,6 @@ def _turns(body: wire.Chat, tools: Tools, texts: Texts, given: Any) -> ChatForm:
     is_certain = bool(tools.tools) and tools.choice not in ("auto", "none")
     shows_thoughts = body.include_reasoning is not False
     return ChatForm(*given, texts=texts, is_certain=is_certain, shows_thoughts=shows_thoughts)
-
-
-def _params(
-    body: wire.Sampling, facts: Facts, max_tokens: int, tools: Tools | None = None
-) -> dict[str, Any]:
-    """Fields of `SamplingParams`; the constraint as the engine process reads it."""
-    constraint, overrides = _constraint(body), body.strategy_overrides or {}
-    if tools is not None and (tools.tools or tools.budget is not None):
-        constraint = {"tools": tools.fields}
-    try:
-        ranges = {name: (low, high) for name, (_, low, high) in facts.thresholds.items()}
-        check_thresholds(overrides, ranges)
-    except Refused as error:
-        raise Refusal(str(error), param=error.param) from None
-    top_p = body.top_p
-    if top_p is None and constraint is None:  # constrained texts are drawn from all that fits
-        top_p = facts.sampling.get("top_p")
-    return {
-        "max_tokens": max_tokens,
-        "temperature": facts.sampling.get("temperature", 0.0)
-        if body.temperature is None
-        else body.temperature,
-        "top_p": top_p,
-        "top_k": body.top_k if body.top_k is not None and body.top_k > 0 else None,
-        "seed": None if body.seed is None else body.seed % SEED_MODULUS,
-        "stop": wire.stop_strings(body),
-        "stop_token_ids": body.stop_token_ids or (),
-        "ignore_eos": bool(body.ignore_eos),
-        "max_nfe": body.max_nfe,
-        "max_repetition_run": body.max_repetition_run,
-        "n": body.n or 1,
-        "strategy_overrides": overrides,
-        "constraint": constraint,
-        "logprobs": wire.num_logprobs(body),
-    }
-
-
-def _constraint(body: wire.Sampling) -> dict[str, Any] | None:
-    """The constraint of a text, if its size may be compiled."""
-    constraint = wire.constraint(body)
-    size = 0 if constraint is None else len(msgspec.json.encode(constraint))
-    if size > MAX_CONSTRAINT_BYTES:
-        param = "response_format" if body.structured_outputs is None else "structured_outputs"
-        raise Refusal(
-            f"{param} has {size} bytes; at most {MAX_CONSTRAINT_BYTES} are compiled: make it "
-            "shorter",
-            param=param,
-        )
-    return constraint
 
 
 def _ended(service: Service, box: Mailbox, call: Call) -> None:

@@ -73,15 +73,9 @@ class Admission:
             has_open: Some of them are this client's.
 
         Raises:
-            Refusal: 400 or 429, with how long to wait.
+            Refusal: 429, with how long to wait.
         """
         limits = self._limits
-        if num_texts > limits.max_texts:
-            raise Refusal(
-                f"prompts times n are {num_texts}; at most {limits.max_texts} are taken in one "
-                "request: send several",
-                param="n",
-            )
         waiting = max(0, num_open - num_slots)
         most = limits.max_waiting
         if has_open and waiting:

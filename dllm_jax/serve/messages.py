@@ -4,29 +4,35 @@ Data flow: a body -> `wire.Chat`, as the chat route reads it -> the same request
 -> blocks. Nothing is converted twice: events are made from pieces, not from chunks.
 """
 
-import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
-
 from dllm_jax.serve import generating, wire
 from dllm_jax.serve.answers import ending, notes_of
+from dllm_jax.serve.conversations import (
+    NO_TEXT,
+    SAME,
+    chat_from,
+    check_known,
+    objects_of,
+    own_names,
+)
 from dllm_jax.serve.exchange import Call, Json
 from dllm_jax.serve.logs import random_id
 from dllm_jax.serve.pipe import Delta, Usage, total
-from dllm_jax.serve.refusals import Refusal, anthropic_error, not_valid, shown
+from dllm_jax.serve.refusals import Refusal, anthropic_error, shown, unsupported
 from dllm_jax.serve.service import Service
 from dllm_jax.serve.stream import named_event
-from dllm_jax.serve.turns import NO_TEXT, Texts, contents_of, placed
+from dllm_jax.serve.strict_json import read_object
+from dllm_jax.serve.turns import Texts, contents_of
 from dllm_jax.structured import Piece
 
 SIGNATURE = "dllm"  # of thoughts; any is taken back
 _BILLING = "x-anthropic-billing-header"  # a block whose hash would end every prefix hit
 _READ = (
-    *("model", "messages", "max_tokens", "system", "tools", "tool_choice", "temperature"),
-    *("top_p", "top_k", "stop_sequences", "stream", "thinking", "output_config"),
+    *("messages", "max_tokens", "system", "tools", "tool_choice", "top_k", "stop_sequences"),
+    *("thinking", "output_config"),
 )
 _IGNORED = (
     *("metadata", "context_management", "betas", "cache_control", "service_tier", "speed"),
@@ -44,7 +50,7 @@ async def messages(service: Service, call: Call) -> Any:
         _, model, _, num_prompt_tokens, *_ = given
         return MessagesForm(model, num_prompt_tokens, texts, left_out)
 
-    with _own_names(origins):
+    with own_names(origins, "system", "messages"):
         return await generating.answer_chat(service, call, body, form)
 
 
@@ -53,24 +59,16 @@ async def count_tokens(service: Service, call: Call) -> Any:
     body, _, origins = await _read(service, call, counts=True)
     _, text = service.ready()
     service.check_model(body.model)
-    with _own_names(origins):
+    with own_names(origins, "system", "messages"):
         ids, _ = await text.run(call.size, generating.read_chat, text, body)
     return Json({"input_tokens": len(ids)})
-
-
-@contextlib.contextmanager
-def _own_names(origins: list[int]) -> Iterator[None]:
-    try:
-        yield
-    except Refusal as error:
-        raise placed(error, origins, "system", "messages") from None
 
 
 async def _read(
     service: Service, call: Call, counts: bool = False
 ) -> tuple[wire.Chat, list[str], list[int]]:
     service.check_state()
-    fields = wire.read_object(await call.body())
+    fields = read_object(await call.body())
     if not counts and fields.get("max_tokens") is None:
         raise Refusal("max_tokens is required; give a number", param="max_tokens")
     return chat_of(fields)
@@ -82,13 +80,7 @@ def chat_of(fields: dict[str, Any]) -> tuple[wire.Chat, list[str], list[int]]:
     Raises:
         Refusal: It is none, or asks for what is not supported.
     """
-    for name, value in fields.items():
-        if name not in _READ and name not in _IGNORED and value not in (None, [], {}):
-            raise Refusal(
-                f"{name}={shown(value)} is not supported; leave it out",
-                param=name,
-                code="unsupported_parameter",
-            )
+    check_known(fields, (*SAME, *_READ, *_IGNORED))
     said = _system(fields.get("system"))
     turns = fields.get("messages")
     if not isinstance(turns, list) or not turns:
@@ -103,40 +95,30 @@ def chat_of(fields: dict[str, Any]) -> tuple[wire.Chat, list[str], list[int]]:
         said += _turns(turn, f"messages[{i}]")
         origins += [i] * (len(said) - len(origins))
     if said[-1]["role"] == "assistant":
-        raise Refusal(
+        raise unsupported(
+            f"messages[{len(turns) - 1}]",
             f"messages[{len(turns) - 1}] begins the answer, which is not supported; leave it out",
-            param=f"messages[{len(turns) - 1}]",
-            code="unsupported_parameter",
         )
     tools, left_out = _tools(fields.get("tools"))
     choice, several = _choice(fields.get("tool_choice"))
-    made = {
-        "messages": said,
-        "model": fields.get("model"),
-        "max_tokens": fields.get("max_tokens"),
-        "temperature": fields.get("temperature"),
-        "top_p": fields.get("top_p"),
-        "top_k": fields.get("top_k"),
-        "stop": fields.get("stop_sequences") or None,
-        "stream": fields.get("stream"),
-        "tools": tools or None,
-        "tool_choice": choice if tools or choice not in ("auto", "none") else None,
-        "parallel_tool_calls": several,
-        **_how(fields),
-    }
-    kept = {name: value for name, value in made.items() if value is not None}
-    try:
-        return msgspec.convert(kept, wire.Chat, strict=True), left_out, origins
-    except msgspec.ValidationError as error:
-        raise placed(not_valid(error), origins, "system", "messages") from None
+    with own_names(origins, "system", "messages"):
+        body = chat_from(
+            fields,
+            messages=said,
+            max_tokens=fields.get("max_tokens"),
+            top_k=fields.get("top_k"),
+            stop=fields.get("stop_sequences") or None,
+            tools=tools or None,
+            tool_choice=choice if tools or choice not in ("auto", "none") else None,
+            parallel_tool_calls=several,
+            **_how(fields),
+        )
+    return body, left_out, origins
 
 
 def _how(fields: dict[str, Any]) -> dict[str, Any]:
     """Thoughts and the form of the answer."""
-    thinking, config = fields.get("thinking") or {}, fields.get("output_config") or {}
-    for name, value in (("thinking", thinking), ("output_config", config)):
-        if not isinstance(value, dict):
-            raise Refusal(f"{name}={shown(value)} is no object; give one", param=name)
+    thinking, config = objects_of(fields, "thinking", "output_config")
     found: dict[str, Any] = {"reasoning_effort": config.get("effort")}
     if thinking.get("type") == "disabled":
         found["reasoning_effort"] = "none"
@@ -180,10 +162,9 @@ def _texts(blocks: Any, where: str, is_result: bool = False) -> list[str]:
             found.append(NO_TEXT)
             continue
         if kind != "text" or not isinstance(block.get("text"), str):
-            raise Refusal(
+            raise unsupported(
+                f"{where}[{i}].type",
                 f"{where}[{i}].type={shown(kind)}: only text is read here; leave it out",
-                param=f"{where}[{i}].type",
-                code="unsupported_parameter",
             )
         found.append(block["text"])
     return found

@@ -55,10 +55,10 @@ class Add(Message):
     id: int
     prompts: list[Prompt]
     params: dict[str, Any]
-    stream: bool
-    denoise: bool
-    deadline_s: float | None
-    priority: int
+    stream: bool = False
+    denoise: bool = False
+    deadline_s: float | None = None
+    priority: int = 0
     client: str = ""
     ids: bool = False
     cache_salt: str = ""
@@ -221,14 +221,6 @@ def total(usages: Sequence[Usage]) -> Usage:
         },
         notes=usages[0].notes,
     )
-
-
-def together(stages: list[Usage]) -> Usage:
-    """Of a prompt whose texts came in stages, the first one first."""
-    first, *others = stages
-    for name in ("nfe", "prefill_nfe", "num_preemptions", "written", "e2e_s"):
-        setattr(first, name, getattr(first, name) + sum(getattr(one, name) for one in others))
-    return first
 
 
 class Frame(msgspec.Struct, array_like=True):

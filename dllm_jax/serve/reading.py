@@ -7,7 +7,7 @@ from dllm_jax.serve import wire
 from dllm_jax.serve.examples import ABOUT, QUESTIONS
 from dllm_jax.serve.exchange import Call, Json
 from dllm_jax.serve.generating import chat_ids
-from dllm_jax.serve.refusals import Refusal
+from dllm_jax.serve.refusals import Refusal, unsupported
 from dllm_jax.serve.service import Service
 from dllm_jax.serve.text import MOST_CHARS
 
@@ -65,10 +65,9 @@ async def tokenize(service: Service, call: Call) -> Any:
     if (body.prompt is None) == (body.messages is None):
         raise Refusal("give either prompt or messages, not both", param="prompt")
     if body.messages is not None and body.add_special_tokens:
-        raise Refusal(
+        raise unsupported(
+            "add_special_tokens",
             "add_special_tokens=true: the chat template writes them; leave it out",
-            param="add_special_tokens",
-            code="unsupported_parameter",
         )
     if body.prompt is not None:
         special = body.add_special_tokens is not False

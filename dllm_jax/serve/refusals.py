@@ -57,6 +57,11 @@ class Refusal(Exception):
         return error_object(self.message, self.status, self.param, self.code)
 
 
+def unsupported(param: str, message: str) -> Refusal:
+    """A field, or a value of it, that is not supported here."""
+    return Refusal(message, param=param, code="unsupported_parameter")
+
+
 def error_object(
     message: str, status: int, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:

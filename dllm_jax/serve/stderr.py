@@ -3,8 +3,10 @@
 A full disk raises, and a pipe that nobody reads blocks; the event loop must see neither.
 """
 
+import asyncio
 import io
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -71,3 +73,22 @@ class Stderr(io.TextIOBase):
         except OSError:
             with self._news:
                 self.num_dropped += bytes(data).count(b"\n")
+
+
+class Copied(asyncio.Protocol):
+    """The engine's standard error, copied to ours without blocking.
+
+    Attributes:
+        ended: Nothing more will come.
+    """
+
+    def __init__(self):
+        self.ended = asyncio.Event()
+
+    def data_received(self, data: bytes) -> None:
+        """Lines, or parts of them."""
+        print(data.decode("utf-8", "replace"), end="", file=sys.stderr, flush=True)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has ended."""
+        self.ended.set()

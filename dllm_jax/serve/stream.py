@@ -17,7 +17,7 @@ import msgspec
 
 from dllm_jax.serve import limits
 from dllm_jax.serve.answers import Window
-from dllm_jax.serve.client import Mailbox, RequestFailed
+from dllm_jax.serve.mailbox import Mailbox, RequestFailed
 from dllm_jax.serve.metrics import Metrics
 from dllm_jax.serve.pipe import Delta, Frame
 from dllm_jax.serve.refusals import Refusal

@@ -18,7 +18,7 @@ from dllm_jax import structured
 from dllm_jax.loading.reach import Reach, reach
 from dllm_jax.loading.tool_forms import ToolForm
 from dllm_jax.serve.pipe import Facts
-from dllm_jax.serve.refusals import Refusal, shown
+from dllm_jax.serve.refusals import Refusal, shown, unsupported
 from dllm_jax.serve.wire import Turn, text_of
 from dllm_jax.structured import Tools
 from dllm_jax.structured.offers import Offer
@@ -200,11 +200,7 @@ class TextSide:
         for name in template_fields or ():
             if name in ("chat_template", "tools", "documents", "continue_final_message"):
                 param = f"chat_template_kwargs.{name}"
-                raise Refusal(
-                    f"{param} is not supported; leave it out",
-                    param=param,
-                    code="unsupported_parameter",
-                )
+                raise unsupported(param, f"{param} is not supported; leave it out")
         if not self.chats:
             raise Refusal(
                 f"model {self.source!r} has no chat template; use /v1/completions with a prompt",

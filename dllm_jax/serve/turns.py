@@ -4,7 +4,6 @@ Data flow: ids of a text -> `Turn`, which says what they are -> a form of the ro
 one answer. Nothing here waits or sends, but for `TurnStream`.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,35 +14,6 @@ from dllm_jax.serve.refusals import Refusal
 from dllm_jax.serve.stream import DONE, EventStream, event
 from dllm_jax.structured import Piece, Turn
 from dllm_jax.structured.tools import joined
-
-# In the place of a picture in a result: a refusal would end the agent, whose history keeps it.
-NO_TEXT = "[not shown: this model reads text alone]"
-_ID_NAMES = {"input": ".call_id", "messages": ".tool_use_id"}
-
-
-def placed(error: Refusal, origins: Sequence[int], first: str, others: str) -> Refusal:
-    """A refusal that names fields of the route's own body.
-
-    Args:
-        origins: For each turn the number of the entry that it comes from; -1: the `first` field.
-        others: The field that has the entries.
-    """
-
-    def one(match: re.Match[str]) -> str:
-        place = origins[min(int(match[1]), len(origins) - 1)]
-        own = first if place < 0 else f"{others}[{place}]"
-        return own + (_ID_NAMES[others] if match[2] else "")
-
-    pattern = r"messages\[(\d+)\](?:\.tool_calls\[\d+\])?(\.tool_call_id)?"
-    message = re.sub(pattern, one, error.message)
-    param = error.param and re.sub(pattern, one, error.param)
-    param = others if param == "messages" else param
-    if param and param.startswith("tool"):
-        own = param.replace(".function", "", 1)
-        own = own.replace(".parameters", ".input_schema", others == "messages")
-        message, param = message.replace(param, own, 1), own
-    more = {"code": error.code, "status": error.status, "headers": error.headers}
-    return Refusal(message, param=param, **more)
 
 
 class Texts:

@@ -12,10 +12,11 @@ import pytest
 
 from dllm_jax.loading import tool_forms
 from dllm_jax.serve import generating, messages, responses, wire
+from dllm_jax.serve.conversations import NO_TEXT, placed
 from dllm_jax.serve.pipe import Delta, Usage
 from dllm_jax.serve.refusals import INVALID, Refusal
 from dllm_jax.serve.stream import internal_error
-from dllm_jax.serve.turns import NO_TEXT, ChatForm, Texts, placed
+from dllm_jax.serve.turns import ChatForm, Texts
 from dllm_jax.structured import Tool, Tools, Turn
 
 USAGE = Usage(9, 4, 3, 1, 0, 8, 0.1, 0.2, 0.3)

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 import dllm_jax
-from dllm_jax.serve import wire
+from dllm_jax.serve import params, wire
+from dllm_jax.serve.neutral import ANY, IGNORED, NEUTRAL
 from dllm_jax.serve.refusals import Refusal
-from dllm_jax.serve.wire import ANY, NEUTRAL
 
 USER = {"role": "user", "content": "hi"}
 READ_BY_CHAT = set(NEUTRAL) & set(wire.Chat.__struct_fields__)
@@ -64,7 +64,7 @@ def test_fields_that_would_change_something_are_named(name):
         assert name in found.message
 
 
-@pytest.mark.parametrize("name", sorted(wire.IGNORED))
+@pytest.mark.parametrize("name", sorted(IGNORED))
 def test_what_clients_say_for_their_own_sake_is_not_read(name):
     assert chat(**{name: "x"}) == chat(**{name: {"a": 1}}) == chat()
 
@@ -214,7 +214,7 @@ def test_messages_as_clients_write_them():
 
 def test_values_of_other_servers_clients():
     body = chat(top_k=-1, seed=-(2**63), stop=[], n=None, stop_token_ids=[])
-    assert (body.top_k, body.n, wire.stop_strings(body)) == (-1, None, ())
+    assert (body.top_k, body.n, params.stop_strings(body)) == (-1, None, ())
     assert chat(seed=2**63 - 1).seed == 2**63 - 1
 
 
@@ -261,7 +261,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
     ],
 )
 def test_what_the_text_must_be_is_read(fields, wanted):
-    assert wire.constraint(chat(**fields)) == wire.constraint(completion(**fields)) == wanted
+    assert params.constraint(chat(**fields)) == params.constraint(completion(**fields)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_what_the_text_must_be_is_read(fields, wanted):
 )
 def test_what_the_text_must_be_is_refused_by_its_field(fields, param):
     with pytest.raises(Refusal) as raised:
-        wire.constraint(chat(**fields))
+        params.constraint(chat(**fields))
     assert raised.value.param == param
 
 
@@ -356,4 +356,4 @@ def test_item_3_integers_over_64_bits_are_refused_wherever_they_are(number):
         assert chat(seed=kept).seed == kept
     text = msgspec.json.encode(schema).replace(b'"N"', NUMBERS[number]).decode()
     with pytest.raises(Refusal):
-        wire.constraint(chat(structured_outputs={"json": text}))
+        params.constraint(chat(structured_outputs={"json": text}))

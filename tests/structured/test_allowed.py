@@ -3,7 +3,7 @@
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.serve import wire
+from dllm_jax.serve import params, wire
 from dllm_jax.serve.refusals import Refusal
 from dllm_jax.structured import Tokens, from_fields
 from tests.api.test_llm import CONFIG, STRATEGY
@@ -60,7 +60,7 @@ def test_what_is_no_list_of_ids_is_refused(given):
 
 
 def read(**fields):
-    return wire.constraint(wire.Completion(prompt="a", **fields))
+    return params.constraint(wire.Completion(prompt="a", **fields))
 
 
 def test_bodies_name_ids_in_two_ways():

@@ -21,7 +21,7 @@ from dllm_jax.engine.faults import Faults
 from dllm_jax.engine.requests import Request, RequestOutput
 from dllm_jax.serve import pipe
 from dllm_jax.serve.child.outbox import Outbox
-from dllm_jax.serve.child.prompts import Live, Parked, Prompt, Stage, params_of, usage_of
+from dllm_jax.serve.child.prompts import Live, Parked, Prompt, Stage, params_of, together, usage_of
 from dllm_jax.serve.child.served import Asleep, Served
 from dllm_jax.serve.child.side_work import SideWork, Work
 from dllm_jax.serve.child.token_texts import TokenTexts
@@ -296,7 +296,7 @@ class Loop:
         if not prompt.num_open:
             if not self._prompts[add.id]:
                 del self._prompts[add.id]
-            delta.usage = pipe.together(prompt.usages)
+            delta.usage = together(prompt.usages)
         self._outbox.put([delta], self._counts(self._engine.stats(), []))
 
     def _add_stage(self, stage: Stage) -> bool:
@@ -396,7 +396,7 @@ class Loop:
             if not deltas:  # every text had ended before
                 last = len(output.outputs) - 1
                 deltas = [Delta(live.id, live.first + last, "", live.num_tokens[last])]
-            deltas[-1].usage = pipe.together(prompt.usages)
+            deltas[-1].usage = together(prompt.usages)
         return deltas
 
     def _counts(self, stats: Any, steps: list[tuple[int, float]]) -> Counts:

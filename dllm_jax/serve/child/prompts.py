@@ -73,3 +73,11 @@ def usage_of(output: RequestOutput) -> Usage:
         e2e_s=metrics.e2e_s,
         notes=list(output.constraint_notes[:_MOST_NOTES]),
     )
+
+
+def together(stages: list[Usage]) -> Usage:
+    """Of a prompt whose texts came in stages, the first one first."""
+    first, *others = stages
+    for name in ("nfe", "prefill_nfe", "num_preemptions", "written", "e2e_s"):
+        setattr(first, name, getattr(first, name) + sum(getattr(one, name) for one in others))
+    return first
