@@ -338,58 +338,33 @@ def _multiply(x, w, *refs, names, tiles, columns, W, is_gated, segments):
 
             return after(slot), slot
 
-        slots = slot, slot
-        for j in turns:
-            slots = step(j, slots, functools.partial(finish, before, j))
-        pl.when(i > 0)(functools.partial(store, i - 1))
-        slot, last = jax.lax.fori_loop(len(turns), steps, step, slots)
+        slots, first = (slot, slot), 0
+        if before is not None:
+            for j in turns:
+                slots = step(j, slots, functools.partial(finish, before, j))
+            pl.when(i > 0)(functools.partial(store, i - 1))
+            first = len(turns)
+        slot, last = jax.lax.fori_loop(first, steps // segments, step, slots)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(scratch["used"].at[last])
-        return slot, rounded(sums[...], i & 1)
+        return slot, sums[...]
 
-    def segment(_, carry):
-        slot, total = carry
-
-        def run(sums):
-            def step(k, slots):
-                slot, last = slots
-                plgpu.barrier_wait(scratch["loaded"].at[slot])
-                plgpu.wgmma(sums, scratch["rows"].at[slot, warpgroup], scratch["weights"].at[slot])
-                plgpu.wgmma_wait(1)
-                pl.when(k > 0)(lambda: plgpu.barrier_arrive(scratch["used"].at[last]))
-                return after(slot), slot
-
-            following, last = jax.lax.fori_loop(0, steps // segments, step, (slot, slot))
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(scratch["used"].at[last])
-            return following, sums[...]
-
-        slot, part = pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((_ROWS, columns), jnp.float32))
-        return slot, total + part
-
-    def compute_segments(i, slot):
-        nothing = plgpu.layout_cast(jnp.zeros((_ROWS, columns), jnp.float32), plgpu.Layout.WGMMA)
-        slot, total = jax.lax.fori_loop(0, segments, segment, (slot, nothing))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        staged[...] = total.astype(out.dtype)
-        store(i)
-        return slot
-
-    if segments > 1:
-
-        @pl.when(warpgroup < _CONSUMERS)
-        def _():
-            plgpu.set_max_registers(232, action="increase")
-            jax.lax.fori_loop(0, count, compute_segments, zero)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        return
-
-    def compute_tile(i, carry):
-        slot, before = carry  # the first step has no tile before it to store
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what `store` began last
+    def segment(i, slot, before=None):
+        """The sums of one segment of a tile; the first one also stores the tile `before`."""
         run = functools.partial(products, i=i, slot=slot, before=before)
         return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((_ROWS, columns), jnp.float32))
+
+    def compute_tile(i, carry):
+        def further(_, carry):
+            slot, part = segment(i, carry[0])
+            return slot, carry[1] + part
+
+        slot, before = carry  # the first tile has none before it to store
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what `store` began last
+        slot, total = segment(i, slot, before)
+        if segments > 1:
+            slot, total = jax.lax.fori_loop(1, segments, further, (slot, total))
+        return slot, rounded(total, i & 1)
 
     @pl.when(warpgroup < _CONSUMERS)
     def _():
