@@ -87,14 +87,30 @@ class Tiling:
 
 
 def choose_alike(q: Array, k_pages: Array, page_table: Array) -> Tiling:
-    """One tiling for any number of sequences, and for prompt chunks of 128 rows or more.
+    """The division of keys for `ALIKE`, whatever the numbers of sequences and of rows from 128 on.
 
-    With 128 rows or more every context is split: a row's context length differs by chunk.
+    With 128 rows or more every context is split: a row's context length differs by chunk. Where
+    warpgroups have rows of their own, their number in a block changes no bits: few sequences take
+    one, for twice the blocks.
     """
     B, T = ALIKE
     shape = B, min(T, q.shape[1]), *q.shape[2:]
     tiling = choose_tiling(jax.ShapeDtypeStruct(shape, q.dtype), k_pages, page_table)
-    return dataclasses.replace(tiling, unsplit_keys=0) if q.shape[1] >= T else tiling
+    if q.shape[1] >= T:
+        tiling = dataclasses.replace(tiling, unsplit_keys=0)
+    if tiling.splits > 1 or tiling.shares_rows:
+        return tiling
+    blocks = q.shape[0] * k_pages.shape[1] * warpgroups(q, k_pages)
+    if blocks > MULTIPROCESSORS:
+        return tiling
+    return dataclasses.replace(tiling, consumers=1, ping_pong=False, resident=0)
+
+
+def warpgroups(q: Array | jax.ShapeDtypeStruct, k_pages: Array) -> int:
+    """Tiles of 64 rows of a sequence and a KV head."""
+    T, N = q.shape[1:3]
+    chunk = math.gcd(T, ROWS)
+    return -(-(N // k_pages.shape[1]) * (T // chunk) // (ROWS // chunk))
 
 
 def choose_tiling(q: Array | jax.ShapeDtypeStruct, k_pages: Array, page_table: Array) -> Tiling:
@@ -103,18 +119,17 @@ def choose_tiling(q: Array | jax.ShapeDtypeStruct, k_pages: Array, page_table: A
     The model knows only the capacity of the page table. With several sequences it takes the mean
     of two cases: all contexts are full, and contexts are a quarter full on average.
     """
-    B, T, N, H = q.shape
+    B, T, _, H = q.shape
     G, Z = k_pages.shape[1:3]
-    chunk = math.gcd(T, ROWS)
-    warpgroups = -(-(N // G) * (T // chunk) // (ROWS // chunk))
+    groups = warpgroups(q, k_pages)
     if H > _WIDEST:  # one tile of keys and values fills the ring
-        splits = 2 if 2 * B * G * warpgroups <= MULTIPROCESSORS else 1
+        splits = 2 if 2 * B * G * groups <= MULTIPROCESSORS else 1
         return Tiling(consumers=2, stages=1, shares_rows=True, splits=splits, is_cluster=False)
     is_8_bit = k_pages.dtype.itemsize == 1
     tiles = -(-page_table.shape[1] * Z // 64) + -(-T // 64)  # of 64 keys, for one row
 
     def microseconds(tiling):
-        programs = B * G * -(-warpgroups // tiling.row_groups)
+        programs = B * G * -(-groups // tiling.row_groups)
         splits = tiling.splits
         at_once = _CLUSTERS[splits] if tiling.is_cluster else MULTIPROCESSORS / splits
         tile_us = _TILE_US[tiling.row_groups, tiling.keys] * H / 128
@@ -131,7 +146,7 @@ def choose_tiling(q: Array | jax.ShapeDtypeStruct, k_pages: Array, page_table: A
 
     def unsplit_keys(tiling):
         """A quarter more than an even share of the keys in the case of quarter-full contexts."""
-        items = G * -(-warpgroups // tiling.row_groups)
+        items = G * -(-groups // tiling.row_groups)
         if B == 1 or not tiling.is_cluster or tiling.splits == 1 or items % tiling.splits:
             return 0
         if B * items < MULTIPROCESSORS - 4:  # fewer blocks than multiprocessors
@@ -141,7 +156,7 @@ def choose_tiling(q: Array | jax.ShapeDtypeStruct, k_pages: Array, page_table: A
         return min(B * items * most * 5 // (16 * MULTIPROCESSORS), most * 3 // 4)
 
     found = []
-    for consumers in range(1, min(warpgroups, 2) + 1):
+    for consumers in range(1, min(groups, 2) + 1):
         for splits, is_cluster in (*((1 << i, True) for i in range(4)), *_BY_XLA):
             # Wide tiles pay only for many tiles with two of them in flight.
             keys = 128 if tiles >= _WIDE * splits and H <= 128 else 64
@@ -164,7 +179,7 @@ def choose_tiling(q: Array | jax.ShapeDtypeStruct, k_pages: Array, page_table: A
     if B == 1 and shared.parts <= tiles <= _MOST_SHARED and H <= 128:
         found += [shared] if holds_parts(q, shared, is_8_bit) else []
     best = min(found, key=microseconds)
-    blocks = B * G * -(-warpgroups // best.row_groups)
+    blocks = B * G * -(-groups // best.row_groups)
     if B == 1 or best.splits > 1 or tiles >= _WIDE or H != 128:
         return best
     for least, keys in _STAYING[best.consumers]:
