@@ -19,7 +19,7 @@ from pathlib import Path
 import dllm_jax as dj
 from dllm_jax.api.strategy import family_strategy
 from dllm_jax.bench.numbers import environment
-from dllm_jax.tasks import evaluate, problems
+from dllm_jax.tasks import evaluate, problems, summary
 
 MODEL = "builtin:tiny-sdar"
 SEED = 5
@@ -61,11 +61,11 @@ def main():
         how = {"batch_size": args.batch_size, "max_tokens": 160, "temperature": float(heat)}
         base = evaluate.solve(plain, strategy, some, **how)
         name = half if heat == "0" else f"{half} at {heat}"
-        found = report["halves"][name] = {"base": evaluate.summarise(base)}
+        found = report["halves"][name] = {"base": summary.summarise(base)}
         for form, model in models.items():
             solved = evaluate.solve(model, strategy, some, **how)
-            found[form] = evaluate.summarise(solved)
-            found[f"{form}_to_base"] = evaluate.compare(base, solved)
+            found[form] = summary.summarise(solved)
+            found[f"{form}_to_base"] = summary.compare(base, solved)
             print(name, form, json.dumps(found[f"{form}_to_base"]), flush=True)
             Path(args.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 

@@ -36,7 +36,7 @@ from dllm_jax.strategies import (
     MultiBD,
     load_strategy,
 )
-from dllm_jax.tasks import evaluate
+from dllm_jax.tasks import evaluate, summary
 from dllm_jax.tasks.problems import problem
 
 HALVES = ("plain", "hard")
@@ -169,7 +169,7 @@ def _outcomes(raw, name, setting):
 
 def _figures(base, mine):
     """One setting on one half, and beside the base on the same problems."""
-    found = evaluate.summarise(mine) | evaluate.compare(base, mine)
+    found = summary.summarise(mine) | summary.compare(base, mine)
     for name in ("seconds", "tok_s", "tokens_per_forward_per_request"):
         del found[name]
     found["won"] = int((mine.right & ~base.right).sum())

@@ -169,7 +169,7 @@ def _evaluate(
     """The figures of a half; records of its texts are added to `records`."""
     from tqdm import tqdm
 
-    from dllm_jax.tasks import evaluate
+    from dllm_jax.tasks import evaluate, summary
 
     problems, outcomes = of.problems, {}
     number, began = sum(map(len, curves.values())), time.perf_counter()
@@ -195,7 +195,7 @@ def _evaluate(
                     continue
                 outcomes[name] = outcome
                 stored.add(half, name, part=evaluate.outcome_json(outcome))
-                row = evaluate.summarise(outcome)
+                row = summary.summarise(outcome)
                 tqdm.write(
                     f"{half}, {name}: {figure(row['exact'], 1, 100)} % exact, "
                     f"{figure(row['tokens_per_forward'], 2)} tokens per forward "
@@ -222,10 +222,10 @@ def _evaluate(
     outcomes = {point: outcomes[point] for points in curves.values() for point in points}
     base = next(iter(outcomes))
     return {
-        "results": {label: evaluate.summarise(outcome) for label, outcome in outcomes.items()},
+        "results": {label: summary.summarise(outcome) for label, outcome in outcomes.items()},
         "against": base,
         "comparisons": {
-            label: evaluate.compare(outcomes[base], outcome)
+            label: summary.compare(outcomes[base], outcome)
             for label, outcome in outcomes.items()
             if label != base
         },

@@ -219,15 +219,14 @@ def _found(labels: list[str], rows: list[Any], result: Any, y_max: float | None)
     """The outcome of a race for each setting and for the winner."""
     import numpy as np
 
-    from dllm_jax.tasks import evaluate
-    from dllm_jax.tasks.race import aup
+    from dllm_jax.tasks.summary import aup, wilson
 
     settings = {}
     for label, entry in zip(labels, result.entries, strict=True):
         right = np.arange(entry.problems) < round(entry.accuracy * entry.problems)
         settings[label] = {
             "problems": entry.problems,
-            "exact": {"value": entry.accuracy, "ci95": evaluate.wilson(right)},
+            "exact": {"value": entry.accuracy, "ci95": wilson(right)},
             "tokens_per_forward": {"value": entry.speed, "ci95": list(entry.speed_ci95)},
             "exact_points": {
                 "value": 100 * entry.difference[0],

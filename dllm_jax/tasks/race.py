@@ -14,10 +14,9 @@ Source: sampling of problems in two phases, Cochran, "Sampling techniques", 1977
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -405,34 +404,3 @@ def _root(covariance: Float[np.ndarray, "R R"]) -> Float[np.ndarray, "R R"]:
     """A matrix whose product with its transpose is `covariance`."""
     values, vectors = np.linalg.eigh(covariance)
     return vectors * np.sqrt(np.maximum(values, 0))
-
-
-def aup(points: Sequence[tuple[float, float]], y_max: float) -> dict[str, Any]:
-    """Accuracy under parallelism: the area under accuracy against tokens per forward.
-
-    Points more than 5 percentage points below the slowest one count for nothing, and accuracy
-    below the best known weighs less. Values compare only where `y_max` is the same.
-
-    Args:
-        points: Tokens per forward and accuracy in percent.
-        y_max: The best accuracy of any method on the task, in percent.
-
-    Source: d3LLM's `AUP_leaderboard/aup_utils.py`; it refuses such low points, here they are left
-        out.
-    """
-    ordered = sorted(points)
-    floor = ordered[0][1] - 5
-
-    def weighed(y: float) -> float:
-        return y * min(float(np.exp(-3 * (1 - y / y_max))), 1.0)
-
-    kept = [point for point in ordered if point[1] >= floor]
-    area = kept[0][0] * kept[0][1]
-    for (x, y), (after, then) in itertools.pairwise(kept):
-        area += (after - x) * (weighed(y) + weighed(then)) / 2
-    return {
-        "value": area,
-        "y_max": y_max,
-        "points": len(kept),
-        "left_out": len(ordered) - len(kept),
-    }

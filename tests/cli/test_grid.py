@@ -11,7 +11,7 @@ from dllm_jax.cli.errors import UsageError
 from dllm_jax.cli.stored import Stored
 from dllm_jax.engine.requests import DraftMetrics
 from dllm_jax.strategies import BlockDiffusion, MultiBD
-from dllm_jax.tasks import evaluate, plot
+from dllm_jax.tasks import evaluate, plot, summary
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def outcome(right, drafted=None):
 def test_50_1_an_outcome_is_stored_whole():
     for one in (outcome([True, False]), outcome([True], DraftMetrics((1, 2), (3,), (2,)))):
         again = evaluate.outcome_from_json(json.loads(json.dumps(evaluate.outcome_json(one))))
-        assert evaluate.summarise(again) == evaluate.summarise(one)
+        assert summary.summarise(again) == summary.summarise(one)
 
 
 def test_50_1_a_run_that_was_cut_off_goes_on(random_folder, tmp_path, monkeypatch, capsys):

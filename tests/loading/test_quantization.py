@@ -21,7 +21,7 @@ from dllm_jax.models.moe import MoEConfig
 from dllm_jax.models.quantization import is_quantized, quantized
 from dllm_jax.runner.estimate import weights
 from dllm_jax.strategies import BlockDiffusion, DiffusionGemma
-from dllm_jax.tasks import evaluate
+from dllm_jax.tasks import evaluate, summary
 from tests.oracles import fp8 as oracle
 from tests.oracles.canvas_files import write_canvas
 from tests.oracles.draft_files import write_draft
@@ -245,7 +245,7 @@ def test_the_built_in_model_answers_as_well_in_8_bits():
         )
         for how in (None, "fp8")
     )
-    difference = evaluate.compare(base, other)
+    difference = summary.compare(base, other)
     assert difference["exact_points"]["ci95"][1] > -0.5
     assert difference["exact_points"]["value"] > -3
     assert difference["speedup"]["value"] > 0.95

@@ -11,7 +11,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.cli import main
-from dllm_jax.tasks import evaluate
+from dllm_jax.tasks import evaluate, summary
 
 pytestmark = pytest.mark.long
 
@@ -119,7 +119,7 @@ def test_summary_by_hand():
         finish=("stop", "length"),
         seconds=2.0,
     )
-    figures = evaluate.summarise(outcome)
+    figures = summary.summarise(outcome)
     assert figures["exact"]["value"] == 0.5
     assert figures["tokens_per_forward"]["value"] == 40 / 16
     assert figures["tokens_per_forward_without_commits"]["value"] == 40 / 10
@@ -137,9 +137,9 @@ def test_a_strategy_that_commits_by_tokens_has_no_forwards_a_block():
     by_blocks = [dj.strategies.BlockDiffusion(block_size=8), dj.strategies.Edit(block_size=16)]
     assert [evaluate.block_of(one) for one in (*by_tokens, *by_blocks)] == [None, None, 8, 16]
     facts = {"model": "m", "dtype": "d", "device": "x", "seed": 0}
-    without = evaluate.summarise(dataclasses.replace(many(0), blocks=None))
+    without = summary.summarise(dataclasses.replace(many(0), blocks=None))
     assert without["denoise_forwards_per_block"] is None
-    results = {"ar": without, "multi_bd": evaluate.summarise(many(0))}
+    results = {"ar": without, "multi_bd": summary.summarise(many(0))}
     content = {"results": results, "against": "ar", "comparisons": {}}
     rows = table({**facts, "halves": {"plain": content}}).splitlines()[-2:]
     assert [row.split()[-2] for row in rows] == ["-", "3.14"]
@@ -150,7 +150,7 @@ def test_a_strategy_that_commits_by_tokens_has_no_forwards_a_block():
     [(8, 10, 0.4902, 0.9433), (0, 20, 0.0, 0.1611), (50, 100, 0.4038, 0.5962)],
 )
 def test_wilson_interval(right, count, low, high):
-    got = evaluate.wilson(np.arange(count) < right)
+    got = summary.wilson(np.arange(count) < right)
     assert got == pytest.approx([low, high], abs=1e-4)
 
 
@@ -176,7 +176,7 @@ def test_interval_covers_the_law_the_data_came_from():
     # 200 studies of 2,000 problems: a 95 % interval misses 0.75 about 10 times, not 30
     misses = 0
     for seed in range(200):
-        low, high = evaluate.wilson(np.random.default_rng(seed).random(2000) < 0.75)
+        low, high = summary.wilson(np.random.default_rng(seed).random(2000) < 0.75)
         misses += not low <= 0.75 <= high
     assert 2 <= misses <= 20
 
@@ -184,17 +184,17 @@ def test_interval_covers_the_law_the_data_came_from():
 def test_pairing_narrows_the_comparison():
     base = many(0)
     worse = many(0, flip=20)
-    paired = evaluate.compare(base, worse)["exact_points"]
+    paired = summary.compare(base, worse)["exact_points"]
     assert paired["value"] == pytest.approx(-1.0)
     assert -1.5 < paired["ci95"][0] < -1.0 < paired["ci95"][1] < -0.5
-    stranger = evaluate.compare(base, many(1))["exact_points"]
+    stranger = summary.compare(base, many(1))["exact_points"]
     width = stranger["ci95"][1] - stranger["ci95"][0]
     assert width > 4 * (paired["ci95"][1] - paired["ci95"][0])
 
 
 def test_speedup_is_the_quotient_of_tokens_per_forward():
     base, twice = many(0), dataclasses.replace(many(0), forwards=many(0).forwards * 2)
-    figures = evaluate.compare(twice, base)["speedup"]
+    figures = summary.compare(twice, base)["speedup"]
     assert figures["value"] == pytest.approx(2.0)
     assert figures["ci95"] == pytest.approx([2.0, 2.0])
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from dllm_jax.cli import main
-from dllm_jax.tasks.race import Played, _Table, aup, race
+from dllm_jax.tasks.race import Played, _Table, race
+from dllm_jax.tasks.summary import aup
 
 ROOT = Path(__file__).resolve().parents[2]
 
