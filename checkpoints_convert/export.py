@@ -12,9 +12,9 @@ import numpy as np
 
 from .copying import KeyPath
 from .dtypes import STORED, all_finite, raw
-from .packed import FP8_DYNAMIC, KEYS
 from .rules import Array, Placement, Tensor, find, placements, tensor_shapes
 from .scaled import E4M3, Scaled
+from .schemes import FP8_DYNAMIC, KEYS
 from .tensor_names import Table
 
 WriteLeaf = Callable[[KeyPath, Any], None]

@@ -21,9 +21,10 @@ from .config.fields import ConfigError
 from .converted import AGAIN, PARAMS, describe
 from .lora import read_adapter
 from .networks import Networks
-from .packed import Packed, Scheme, matrices, read_scheme, unread_notes
+from .packed import Packed, matrices
 from .report import META, Report
 from .rules import Placement, placements, tensor_shapes
+from .schemes import Scheme, read_scheme, unread_notes
 from .shards import Shards, Stored, quantised, read_shards
 from .tensor_names import Table
 from .tokenizer_files import present, read_facts, read_json

@@ -12,8 +12,9 @@ import jax
 from .copying import KeyPath
 from .dtypes import STORED, as_dtype
 from .lora import AdapterFacts, Factors
-from .packed import Packed, Scheme
+from .packed import Packed
 from .rules import ConversionError, Placement, Tensor, listed, tensor_shapes
+from .schemes import Scheme
 from .shards import Stored
 from .tensor_names import Table
 

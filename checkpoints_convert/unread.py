@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from .tokenizer_files import json_object
 
-# Entries that `packed` reads, and entries that do not affect the weights: statistics of the
+# Entries that `schemes` reads, and entries that do not affect the weights: statistics of the
 # calibration, precision of activations and of the cache, and settings of kernels.
 _QUANTISATION = frozenset(
     [

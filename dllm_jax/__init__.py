@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from dllm_jax.loading.save import save
     from dllm_jax.models.sharding import Split
     from dllm_jax.structured import After, Choice, Hole, JsonSchema, Regex, Tokens
-    from dllm_jax.trace.trajectory import Trajectory, record
+    from dllm_jax.trace.recording import record
+    from dllm_jax.trace.trajectory import Trajectory
 
 __version__ = "0.1.0"
 __all__ = [
@@ -89,7 +90,7 @@ _HOMES = {
     "generate": "api.generate",
     "load": "loading.load",
     "load_records": "engine.record",
-    "record": "trace.trajectory",
+    "record": "trace.recording",
     "save": "loading.save",
     "save_records": "engine.record",
 }

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from dllm_jax.bench.client import Client, Exchange
+from dllm_jax.bench.counters import scrape, server_figures
 from dllm_jax.bench.serving_work import Work
 from dllm_jax.tasks.problems import is_correct
 
@@ -26,21 +27,6 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 GOODPUT = ("ttft", "tpot", "e2el")  # names of vLLM's objectives
 READY_POLL_S = 0.5
 SHOWN_CHARS = 200  # of an error
-# Counters of a server's /metrics that are reported as differences, under our names.
-COUNTERS = {
-    "prompt_tokens": "dllm_prompt_tokens_total",
-    "visible_tokens": "dllm_generation_tokens_total",
-    "nfe": "dllm_nfe_total",
-    "prefix_hits": "dllm_prefix_cache_hits_total",
-    "prefix_queries": "dllm_prefix_cache_queries_total",
-    "preemptions": "dllm_num_preemptions_total",
-    "late_compiles": "dllm_recompiles_total",
-}
-# Counters from which vLLM's client derives its diffusion figures.
-_STEPS, _POSITIONS, _COMMITTED = (
-    f"vllm:diffusion_num_{name}_total"
-    for name in ("denoising_steps", "canvas_positions", "committed_tokens")
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -348,72 +334,6 @@ def figures(work: Sequence[Work], seen: Sequence[Seen], load: Load) -> dict[str,
         right = sum(is_correct(one.text, problem) for one, problem in graded)
         found["accuracy"] = right / len(graded)
     return found
-
-
-def server_figures(
-    found: Mapping[str, Any],
-    before: Mapping[str, float] | None,
-    after: Mapping[str, float] | None,
-) -> dict[str, Any] | None:
-    """Figures from the server's own counters over the same time; None without counters.
-
-    Raises:
-        ValueError: The answers claim more tokens than the server counted.
-    """
-    if before is None or after is None:
-        return None
-
-    def more(name: str) -> float | None:
-        return after[name] - before.get(name, 0.0) if name in after else None
-
-    increases = {ours: more(name) for ours, name in COUNTERS.items()}
-    counted = {name: int(value) for name, value in increases.items() if value is not None}
-    visible = counted.get("visible_tokens")
-    if visible is not None and visible < found["visible_tokens"]:
-        raise ValueError(
-            f"the answers claim {found['visible_tokens']} tokens, /metrics counted {visible}; was "
-            "the server restarted meanwhile? The run does not count"
-        )
-    if counted:
-        counted["is_alone"] = visible == found["visible_tokens"]
-    steps, positions, committed = map(more, (_STEPS, _POSITIONS, _COMMITTED))
-    diffusion = vllm_diffusion(steps, positions, committed, found["wall_s"])
-    return counted | ({} if diffusion is None else {"vllm_diffusion": diffusion}) or None
-
-
-def vllm_diffusion(
-    steps: float | None, positions: float | None, committed: float | None, wall_s: float
-) -> dict[str, float] | None:
-    """The diffusion figures that vLLM's client would print for these differences."""
-    if not steps or not positions or not committed:
-        return None
-    canvases = committed / (positions / steps)
-    denoising = steps - canvases
-    return {
-        "committed_throughput": committed / wall_s,
-        "steps_per_canvas": denoising / canvases,
-        "committed_per_step": committed / denoising,
-    }
-
-
-async def scrape(client: Client) -> dict[str, float] | None:
-    """Counters of `/metrics`, summed over labels; None if the server has none."""
-    try:
-        status, data = await client.get("/metrics")
-    except OSError:
-        return None
-    if status != 200:
-        return None
-    totals: dict[str, float] = {}
-    for line in data.decode(errors="replace").splitlines():
-        name, _, value = line.rpartition(" ")
-        name = name.partition("{")[0]
-        if name.endswith("_total") and not line.startswith("#"):
-            try:
-                totals[name] = totals.get(name, 0.0) + float(value)
-            except ValueError:
-                continue
-    return totals
 
 
 def is_good(one: Seen, objectives: Mapping[str, float]) -> bool:

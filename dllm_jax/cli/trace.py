@@ -186,7 +186,7 @@ def _record(
 ) -> Any:
     import jax
 
-    from dllm_jax.trace.trajectory import record
+    from dllm_jax.trace.recording import record
 
     return record(
         model,

@@ -18,7 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dllm_jax.convert.packed import MODELOPT
+from dllm_jax.convert.schemes import MODELOPT
 from dllm_jax.convert.tokenizer_files import TOKENIZER_FILES, VOCABULARIES, read_json
 from dllm_jax.loading.hub_failures import described
 

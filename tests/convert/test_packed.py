@@ -15,7 +15,8 @@ import pytest
 import dllm_jax as dj
 from dllm_jax.cli import main
 from dllm_jax.convert import ConversionError, convert, inspect, load_params, plan
-from dllm_jax.convert.packed import matrices, read_scheme
+from dllm_jax.convert.packed import matrices
+from dllm_jax.convert.schemes import read_scheme
 from dllm_jax.convert.shards import read_shards
 from dllm_jax.loading import load as loading
 from dllm_jax.models.quantization import is_quantized, quantized

@@ -15,7 +15,7 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.models import reference
-from dllm_jax.scoring import likelihood, mask_strata
+from dllm_jax.scoring import forwards, likelihood, mask_strata
 from tests.contract import models
 from tests.oracles.checkpoints import write_tiny
 
@@ -240,7 +240,7 @@ def test_a_family_by_logits_without_a_cache(family, tmp_path):
 
 
 def test_a_shared_prompt_is_computed_once(small, monkeypatch):
-    prompts, kept = [], likelihood._keys
+    prompts, kept = [], forwards.keys
 
     def counted(model, prompt, ids, *rest, **how):
         if prompt is None and ids.size:
@@ -261,9 +261,9 @@ def test_new_texts_compile_nothing(small):
         small.log_likelihood(prompt, draw.integers(0, MASK, (4, 6)).tolist())
 
     ask(0)
-    sizes = [fn._cache_size() for fn in (likelihood._keys, likelihood._forward)]
+    sizes = [fn._cache_size() for fn in (forwards.keys, forwards.forward)]
     ask(1)
-    assert [fn._cache_size() for fn in (likelihood._keys, likelihood._forward)] == sizes
+    assert [fn._cache_size() for fn in (forwards.keys, forwards.forward)] == sizes
 
 
 @pytest.mark.long

@@ -31,7 +31,7 @@ from dllm_jax.strategies.core.protocol import split_knobs
 from dllm_jax.strategies.testing import invariants, random_requests
 from dllm_jax.strategies.testing import script as scripts
 from dllm_jax.tasks import evaluate
-from dllm_jax.trace import trajectory
+from dllm_jax.trace import recording
 from tests.contract import models
 from tests.contract.engine import make_device
 
@@ -64,8 +64,8 @@ ENTRIES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
         generate,
         lambda s: generate.advance(MODEL, generate.start(MODEL, PROMPTS, s, max_tokens=4)),
     ),
-    "trajectory._recorded": (
-        trajectory,
+    "recording._recorded": (
+        recording,
         lambda s: dj.record(MODEL, PROMPTS[0], s, max_tokens=4),
     ),
     "evaluate._run": (

@@ -278,12 +278,9 @@ def test_engine_does_not_know_the_recorder():
         module
         for module, (path, text) in test_layering.sources().items()
         for name in test_layering.imports(module, text, path.name == "__init__.py")
-        if name.startswith(("dllm_jax.strategies.testing.recording", "dllm_jax.trace.trajectory"))
+        if name.startswith(("dllm_jax.strategies.testing.recording", "dllm_jax.trace.recording"))
     }
     assert knows == {
-        "dllm_jax.trace.trajectory",
-        "dllm_jax.trace.page",
-        "dllm_jax.trace.picture",
-        "dllm_jax.trace.replay",
+        "dllm_jax.trace.recording",
         "dllm_jax.cli.trace",
     }

@@ -362,7 +362,7 @@ def test_command_writes_each_form(trace, random_folder, tmp_path, monkeypatch):
     assert made.tokens == again.tokens
     # From here on nothing is decoded again, and the text is shorter.
     made = dataclasses.replace(made, steps=made.steps[:4])
-    monkeypatch.setattr("dllm_jax.trace.trajectory.record", lambda *_, **__: made)
+    monkeypatch.setattr("dllm_jax.trace.recording.record", lambda *_, **__: made)
     monkeypatch.setattr("dllm_jax.cli.sources.load_model", lambda _: model)
     steps = len(made.steps)
     figures = f"{len(made.tokens)} tokens, {made.nfe} forwards, "
@@ -425,10 +425,10 @@ def test_interrupted_or_failed_it_leaves_the_old_file(trace, tmp_path, monkeypat
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dllm_jax.trace.trajectory.record", stopped)
+        patch.setattr("dllm_jax.trace.recording.record", stopped)
         assert trace("--out", old)[0] == 130
     with monkeypatch.context() as patch:
-        patch.setattr("dllm_jax.trace.trajectory.record", lambda *_, **__: WORKED)
+        patch.setattr("dllm_jax.trace.recording.record", lambda *_, **__: WORKED)
         patch.setattr("pathlib.Path.write_text", failing)
         status, _, err = trace("--out", old)
     assert status == 1
