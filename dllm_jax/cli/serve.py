@@ -14,8 +14,14 @@ from typing import TYPE_CHECKING, Any
 from dllm_jax.cli import flags
 from dllm_jax.cli import strategy as strategies
 from dllm_jax.cli.errors import UsageError, one_line
-from dllm_jax.cli.flags import Group, flag, whole
 from dllm_jax.cli.interrupt import Interrupt
+from dllm_jax.cli.serve_flags import (
+    ADMIN_VARIABLE,
+    KEY_VARIABLE,
+    LIMITS,
+    OF_ENGINE,
+    OF_FRONT,
+)
 
 if TYPE_CHECKING:
     from dllm_jax.serve.child.process import Start
@@ -23,11 +29,8 @@ if TYPE_CHECKING:
     from dllm_jax.serve.keys import Key
     from dllm_jax.serve.service import Config
 
-KEY_VARIABLE, ADMIN_VARIABLE = "DLLM_API_KEY", "DLLM_ADMIN_KEY"
 FAILED, BAD_USAGE = 1, 2
 _HOSTS_GRACE_S = 10.0  # to let the other hosts end too
-_LOG_FORMATS = ("text", "json", "none")
-_EXTRA = "in the clone, pip install -e '.[server]'"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,180 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "requests end. docs/http.md describes routes and fields, docs/security.md the limits."
     )
     flags.add(parser, *OF_FRONT, *OF_ENGINE)
-
-
-OF_FRONT = (
-    Group("", flag("source MODEL", "as --model, which it takes the place of", nargs="?")),
-    Group(
-        "server",
-        flag(
-            "--config FILE",
-            "flags from a file, .yaml or .toml: `port: 80`; those of the command line win "
-            "(default: none)",
-        ),
-        flag("--host", "address to listen on", default="127.0.0.1"),
-        flag("--port", "0: any", whole(0, 65535), 8000),
-        flag("--served-model-name NAME", "what requests call the model (default: MODEL)"),
-        flag(
-            "--api-key KEY",
-            f"opens every route but /health and /live; repeat it for several. ${KEY_VARIABLE} and "
-            "--api-key-file keep it out of the process list (default: none)",
-            default=[],
-            action="append",
-        ),
-        flag("--api-key-file FILE", "a key a line"),
-        flag(
-            "--key-file FILE",
-            "further keys with limits of their own, a line each: NAME KEY [texts=N] [waiting=N] "
-            "[tokens_per_minute=N] [compile_s_per_minute=N]; log and metrics have the name",
-        ),
-        flag(
-            "--isolate-prefix-cache",
-            "a key finds cached prefixes of its own requests alone",
-            bool,
-        ),
-        flag(
-            "--admin-key-file FILE",
-            f"a key a line, for routes of an administrator; ${ADMIN_VARIABLE} has one as well "
-            "(default: there are no such routes)",
-        ),
-        flag(
-            "--weights-root DIR",
-            "folder within which an administrator may have other weights read (default: none)",
-        ),
-        flag(
-            "--allowed-host NAME",
-            "a name the Host header may hold where no key is set (default: loopback names)",
-            default=[],
-            action="append",
-        ),
-        flag(
-            "--allowed-origin ORIGIN",
-            "a web origin whose pages may call, as https://example.org",
-            default=[],
-            action="append",
-        ),
-        flag("--open-metrics", "/metrics needs no key", bool),
-        flag("--no-vllm-metrics", "leave the vllm:* names out of /metrics", bool),
-        flag(
-            "--restart-engine N",
-            "replace an engine process that died up to N times (default: exit with status 1)",
-            whole(0),
-            0,
-        ),
-        flag(
-            "--stall-timeout S",
-            "seconds without a step, while requests run, after which /health answers 503",
-            flags.seconds_above_0,
-            30.0,
-        ),
-        flag(
-            "--drain-timeout S",
-            "seconds running requests get after the first signal",
-            flags.seconds,
-            30.0,
-        ),
-        flag(
-            "--log-format", "of every line; none: warnings and errors alone", _LOG_FORMATS, "text"
-        ),
-        flag(
-            "--log-stats-every S",
-            "seconds between two lines of throughput, while there is work; 0: none",
-            flags.seconds,
-            0.0,
-        ),
-        flag(
-            "--otlp-traces-endpoint URL",
-            "where a span of each request is sent, as http://127.0.0.1:4318/v1/traces; needs the "
-            "extra otel (default: nowhere)",
-        ),
-    ),
-    Group(
-        "limits",
-        flag(
-            "--request-timeout S",
-            "seconds after which a text ends with 'length'",
-            flags.seconds_above_0,
-            600.0,
-        ),
-        flag("--max-waiting N", "texts waiting for a slot; more are answered 429", whole(1), 256),
-        flag(
-            "--max-connections N",
-            "open connections; over it a silent one is closed for each new one",
-            whole(1),
-            1024,
-        ),
-        flag("--max-body-bytes N", "bytes of a request", whole(1), 4 << 20),
-        flag("--max-texts N", "prompts times n of a request", whole(1), 128),
-        flag(
-            "--min-priority N",
-            "the first priority that a request may ask for; lower ones go before others'",
-            whole(-(2**31) + 1),
-            0,
-        ),
-        flag(
-            "--max-denoise-streams N",
-            "streams of denoise frames; one makes every chunk of the batch a step long",
-            whole(0),
-            2,
-        ),
-    ),
-)
-OF_ENGINE = (  # what the engine process must know
-    flags.MODEL,
-    Group(
-        "",
-        flag(
-            "--chat-template FILE",
-            "Jinja in the place of the model's chat template (default: the model's)",
-        ),
-    ),
-    flags.strategy(),
-    flags.DRAFT,
-    flags.ENGINE,
-    Group(
-        "engine process",
-        flag("--seed N", "of requests that bring none", flags.seed, 0),
-        flag("--no-warm-up", "compile each size when it is first met", bool),
-        flag(
-            "--batch-invariant",
-            "a request has the same tokens bit for bit in any batch (docs/same_tokens.md)",
-            bool,
-        ),
-        flag(
-            "--logprobs",
-            "requests may ask for log-probabilities, for which each step reads the head once more "
-            "(docs/logprobs.md)",
-            bool,
-        ),
-        flag(
-            "--warm-up-constraints",
-            "compile the programs of structured output before the server is ready; else the first "
-            "such request waits while a thread compiles them (default: only on an accelerator)",
-            action=argparse.BooleanOptionalAction,
-        ),
-        flag(
-            "--tool-format NAME",
-            "how tools and calls stand in the texts of a model whose template has none "
-            "(docs/agents.md)",
-            ("hermes", "xml", "gemma4", "llama_json"),
-        ),
-    ),
-    Group(
-        "several hosts",
-        flag(
-            "--nnodes N",
-            "processes that share the model over all of their devices; the same command on each, "
-            "but for --node-rank",
-            whole(1),
-            1,
-        ),
-        flag("--node-rank R", "of this process; 0 serves, the others serve it", whole(0), 0),
-        flag(
-            "--coordinator HOST:PORT", "a free port of the host of rank 0 (default: none, one host)"
-        ),
-    ),
-)
 
 
 def run(args: argparse.Namespace, stop: Interrupt) -> int:
@@ -291,43 +120,18 @@ def config_of(args: argparse.Namespace) -> "Config":
     except ModuleNotFoundError as error:
         if error.name not in ("starlette", "uvicorn", "httptools", "uvloop", "msgspec"):
             raise
-        raise UsageError(f"serve needs the package {error.name}; {_EXTRA}") from error
+        raise UsageError(
+            f"serve needs the package {error.name}; in the clone, pip install -e '.[server]'"
+        ) from error
     _name_model(args)
     _check_models(args)
     if args.chat_template is not None:
         _check_template(args.chat_template)
     if args.otlp_traces_endpoint is not None:
         _check_otel(args.otlp_traces_endpoint)
-    keys = _keys(args.api_key, args.api_key_file, KEY_VARIABLE)
-    admin_keys = _keys([], args.admin_key_file, ADMIN_VARIABLE)
-    named = _named_keys(args.key_file)
-    own = {one.key for one in named}
-    if own & set(keys):
-        raise UsageError("a key of --key-file is one of --api-key, too; give it one place")
-    if args.isolate_prefix_cache and not (keys or named):
-        raise UsageError("--isolate-prefix-cache tells clients by their keys; give --key-file")
-    if (set(keys) | own) & set(admin_keys):
-        raise UsageError("a key opens both all routes and those of an administrator; give two")
-    if args.weights_root is not None:
-        if not admin_keys:
-            raise UsageError(
-                "--weights-root is for an administrator; give --admin-key-file as well"
-            )
-        if not os.path.isdir(args.weights_root):
-            raise UsageError(f"--weights-root {args.weights_root!r} is no folder; make it first")
-    if "*" in args.allowed_origin and (keys or named):
-        raise UsageError("--allowed-origin * with a key; name the origins")
+    keys, named, admin_keys = _every_key(args)
     from dllm_jax import __version__
 
-    limits = Limits(
-        max_body_bytes=args.max_body_bytes,
-        max_texts=args.max_texts,
-        max_waiting=args.max_waiting,
-        min_priority=args.min_priority,
-        max_connections=args.max_connections,
-        request_timeout=args.request_timeout,
-        max_denoise_streams=args.max_denoise_streams,
-    )
     return Config(
         model=args.served_model_name or args.model,
         launch=Launch(
@@ -353,8 +157,34 @@ def config_of(args: argparse.Namespace) -> "Config":
         log_format=args.log_format,
         log_stats_every=args.log_stats_every,
         otlp_traces_endpoint=args.otlp_traces_endpoint,
-        limits=limits,
+        limits=Limits(**{name: getattr(args, name) for name in LIMITS.dests}),
     )
+
+
+def _every_key(
+    args: argparse.Namespace,
+) -> "tuple[tuple[str, ...], tuple[Key, ...], tuple[str, ...]]":
+    """Keys without limits, keys with them, and those of administrators."""
+    keys = _keys(args.api_key, args.api_key_file, KEY_VARIABLE)
+    admin_keys = _keys([], args.admin_key_file, ADMIN_VARIABLE)
+    named = _named_keys(args.key_file)
+    own = {one.key for one in named}
+    if own & set(keys):
+        raise UsageError("a key of --key-file is one of --api-key, too; give it one place")
+    if args.isolate_prefix_cache and not (keys or named):
+        raise UsageError("--isolate-prefix-cache tells clients by their keys; give --key-file")
+    if (set(keys) | own) & set(admin_keys):
+        raise UsageError("a key opens both all routes and those of an administrator; give two")
+    if args.weights_root is not None:
+        if not admin_keys:
+            raise UsageError(
+                "--weights-root is for an administrator; give --admin-key-file as well"
+            )
+        if not os.path.isdir(args.weights_root):
+            raise UsageError(f"--weights-root {args.weights_root!r} is no folder; make it first")
+    if "*" in args.allowed_origin and (keys or named):
+        raise UsageError("--allowed-origin * with a key; name the origins")
+    return keys, named, admin_keys
 
 
 def _check_models(args: argparse.Namespace) -> None:

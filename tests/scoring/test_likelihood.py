@@ -247,7 +247,7 @@ def test_a_shared_prompt_is_computed_once(small, monkeypatch):
             prompts.append(ids.shape)
         return kept(model, prompt, ids, *rest, **how)
 
-    monkeypatch.setattr(likelihood, "_keys", counted)
+    monkeypatch.setattr(forwards, "keys", counted)
     small.log_likelihood([1, 2, 0, 3], [[0], [1], [2, 3, 1, 0]])
     assert prompts == [(1, 64)]
     small.log_likelihood([[1, 2], [2, 1], [1, 2]], [[0], [1], [2]])
