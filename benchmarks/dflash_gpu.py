@@ -11,8 +11,8 @@ Sections:
             `dflash` at its whole block, the draft pass alone (with the target's head) and the
             verify pass alone (neither writes to a cache), each beside its floor. They give
             tau * t_AR / t_round, the speed-up of a mean accepted length of tau. And `dflash` where
-            drafts are never right: at width 1, and choosing its width (steps after it has settled
-            on 1, one probe among them).
+            drafts are never right: at width 1, and with the switch (steps after it has gone off,
+            one probe among them).
 `pair`      The built-in pair on held-out word problems: `dflash_pair.py`.
 `bars`      Only the figures of the bars on time, in about two minutes: one request's loops of `ar`
             and `qwen3_8b` except two, and the loop of `dj.generate` by batch of `pair`. All
@@ -49,17 +49,16 @@ import dllm_jax as dj
 from dllm_jax.api import generate
 from dllm_jax.api.drafts import with_target
 from dllm_jax.bench.numbers import environment
-from dllm_jax.bench.roofline import floor_ms
+from dllm_jax.bench.roofline import RATES, floor_ms
 from dllm_jax.engine.layout import PAGE_SIZE
 from dllm_jax.kernels.kv_write import page_slots, write_rows
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
 from dllm_jax.models.kv_cache import new_pool
 from dllm_jax.runner import decode
-from dllm_jax.runner.estimate import RATES
 from dllm_jax.runner.forward import TARGET, ModelForward
 from dllm_jax.strategies import AR, DFlash
 from dllm_jax.strategies.core import random
-from dllm_jax.strategies.dflash import DRAFT, drafting
+from dllm_jax.strategies.dflash import DRAFT
 
 QWEN, QWEN_DRAFT = "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"
 AR_BAR, DRAFT_BAR, ROUND_BAR, OFF_BAR = 1.05, 1.4, 1.4, 0.97
@@ -67,9 +66,9 @@ TAUS = range(2, 9)
 SECTIONS = ("ar", "bars", "pair", "qwen3_8b")
 PLAIN = ("bare step", "bare step of 2 rows")
 BARS = ("ar step", "bare step", "round", "draft pass", "round of width 1", "round, adaptive")
-# Steps between which drafts of random weights are switched off, one look at whether they pay
-# by now included; before, some ten rounds are lost in finding out.
-SWITCHED_OFF = (24, 24 + drafting.PROBE_EVERY + 1)
+# Steps between which drafts of random weights are off: 77 without and a probe. In the steps before,
+# some 14 rounds are lost in finding out.
+SWITCHED_OFF = (40, 40 + 78)
 COMPILE_SHARE = 0.7  # of the time there is
 ACCEPTANCE = "how many drafts are accepted needs real weights: with random ones nearly none is"
 
@@ -244,11 +243,6 @@ class Loop:
         self.program = program.lower(*before, state, jnp.int32(1), *after).compile()
         self.compile_s = time.perf_counter() - began
 
-    @property
-    def costs(self):
-        """What its strategy chooses widths by."""
-        return self._before[1].costs.tolist()
-
     def run(self, steps):
         """Seconds of so many steps, and what they leave."""
         state = self.state
@@ -301,7 +295,7 @@ def loops_of(model, draft, slots, context, max_tokens, names):
         "verify pass": lambda name: one_pass(name, verify_passes),
         # What a user has of drafts that are not right: the plain step, chosen or fixed.
         "round of width 1": lambda name: rounds(name, width=1),
-        "round, adaptive": lambda name: rounds(name, widths=(1, size)),
+        "round, adaptive": lambda name: rounds(name),
     }
     return {name: functools.partial(make[name], name) for name in names}
 

@@ -1,6 +1,7 @@
 """Section `pair` of `dflash_gpu.py`: the built-in target and draft on held-out word problems.
 
-At T = 0 and T = 1, plain decoding (`ar`) and `dflash` at its whole block and with adaptive width:
+At T = 0 and T = 1, plain decoding (`ar`) and `dflash` at its whole block, fixed and by default,
+where drafts that do not pay are switched off ("adaptive"):
 
 - Accepted: rounds one by one over all problems. The mean accepted length counts the bonus token of
   a round. `emitted_per_round` counts only tokens that reached the text, up to its end mark.
@@ -477,7 +478,7 @@ class Loops:
             self._done = {*gathered(self._running, "loop", self._report, self._until)}
 
     def time(self):
-        """Rows of what was compiled, and the least speed-up of the width chosen by itself."""
+        """Rows of what was compiled, and the least speed-up of the default."""
         self.settle()
         for batch in self._batches:
             mine = {n: one for n, one in self._decoders.items() if (batch, n) in self._done}
@@ -537,15 +538,9 @@ def time_all(runners, once, through, batch, work, args, report, until):
 
 def make_llms(target, settings, work, args, report, until):
     """The engines by setting."""
-    *plain, adaptive = settings
     make = functools.partial(make_llm, target, work=work, args=args)
-    jobs = {name: functools.partial(make, settings[name]) for name in plain}
-    llms = together(jobs, "LLM", args, report, until)
-    # The adaptive one measures what its widths cost: it is made alone on the device.
-    if {"ar"} < llms.keys():
-        jobs = {adaptive: functools.partial(make, settings[adaptive])}
-        llms |= together(jobs, "LLM", args, report, until)
-    return llms
+    jobs = {name: functools.partial(make, one) for name, one in settings.items()}
+    return together(jobs, "LLM", args, report, until)
 
 
 def compare_exact(args, work, batch, report, until):

@@ -44,6 +44,7 @@ import numpy as np
 import dllm_jax as dj
 from dllm_jax.bench import measure, profile, roofline
 from dllm_jax.bench.numbers import environment
+from dllm_jax.bench.roofline import RATES
 from dllm_jax.bench.step import Shape, _bucket, _engine, context_len, step_strategy, text_len
 from dllm_jax.kernels.layer import (
     Fp8Matrix,
@@ -62,7 +63,6 @@ from dllm_jax.loading.load import with_kv_cache
 from dllm_jax.models import dense
 from dllm_jax.models.layers import gate_up_shape, rope_tables, swiglu
 from dllm_jax.models.quantization import quantized, with_quantized_head
-from dllm_jax.runner.estimate import RATES
 
 EPS = 1e-6
 THREADS = 12

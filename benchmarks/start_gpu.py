@@ -291,8 +291,7 @@ def prefill(name, prompt, size):
     import dllm_jax as dj
     from dllm_jax.bench import measure
     from dllm_jax.bench.numbers import device_kind
-    from dllm_jax.bench.roofline import step_parts
-    from dllm_jax.runner.estimate import RATES
+    from dllm_jax.bench.roofline import RATES, step_parts
     from dllm_jax.strategies import MultiBD
 
     model = dj.load(name)

@@ -28,7 +28,7 @@ from dllm_jax.loading.load import load, with_kv_cache
 from dllm_jax.loading.model import Model
 from dllm_jax.models.kv_cache import KVCacheDType
 from dllm_jax.models.sharding import Split
-from dllm_jax.runner import decode, estimate
+from dllm_jax.runner import decode
 from dllm_jax.runner.forward import ModelForward
 from dllm_jax.strategies.core.protocol import Strategy, split_knobs
 from dllm_jax.strategies.core.state import NO_LIMIT, DecodeState, Limits, Sampling
@@ -255,10 +255,6 @@ def _prepare(
         knobs={name: a_row(name, value, None, jnp.float32) for name, value in knobs.items()},
         keys=_row_keys(wishes.key, B),
     )
-    if bare.weighs_costs:  # estimated: nothing is timed here
-        context = min(ids.shape[1] + min(wishes.max_tokens, estimate.USUAL_TEXT), last)
-        of = (bare, model, aux, B, context, jax.default_backend())
-        bare = bare.replace(costs=np.asarray(estimate.estimate_choices(*of), np.float32))
     return model, Bound(bare, aux), batch
 
 

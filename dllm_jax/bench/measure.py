@@ -10,7 +10,7 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -102,7 +102,13 @@ def recording(engine: Engine) -> Iterator[Recording]:
 
 
 def decode_step_ms(
-    engine: Engine, rows: int, columns: int, context: int, steps: int = 32, repeats: int = 5
+    engine: Engine,
+    rows: int,
+    columns: int,
+    context: int,
+    steps: int = 32,
+    repeats: int = 5,
+    overrides: Mapping[str, float] | None = None,
 ) -> float:
     """Milliseconds of one decode step of a compiled bucket in a bare device loop, the median.
 
@@ -111,11 +117,13 @@ def decode_step_ms(
 
     Args:
         engine: An idle engine; its free pages are borrowed, which evicts cached prefixes in them.
+        overrides: Of the texts, as `SamplingParams.strategy_overrides`.
 
     Raises:
         ValueError: The engine is busy, or its pool is too small.
     """
-    return statistics.median(decode_step_samples(engine, rows, columns, context, steps, repeats))
+    how = (context, steps, repeats)
+    return statistics.median(decode_step_samples(engine, rows, columns, *how, overrides=overrides))
 
 
 def decode_step_samples(
@@ -127,14 +135,16 @@ def decode_step_samples(
     repeats: int = 5,
     text_len: int | None = None,
     after_s: float = 0.0,
+    overrides: Mapping[str, float] | None = None,
 ) -> list[float]:
     """As `decode_step_ms`, every repeat.
 
     Args:
         text_len: Most tokens that `steps` + 4 steps write; None: half of the bucket's capacity.
         after_s: Seconds of warm-up steps before the first that counts.
+        overrides: As of `decode_step_ms`.
     """
-    with _bare_loop(engine, rows, columns, context, text_len) as spend:
+    with _bare_loop(engine, rows, columns, context, text_len, overrides) as spend:
         spend(FEW_STEPS)  # compiles if necessary
         began = time.perf_counter()
         while time.perf_counter() - began < after_s:
@@ -174,10 +184,15 @@ def profiled(engine: Engine) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _bare_loop(
-    engine: Engine, rows: int, columns: int, context: int, text_len: int | None
+    engine: Engine,
+    rows: int,
+    columns: int,
+    context: int,
+    text_len: int | None,
+    overrides: Mapping[str, float] | None = None,
 ) -> Iterator[Callable[[int], tuple[float, int]]]:
     """A function from a number of steps to the seconds of their dispatch and the steps that ran."""
-    with borrowed(engine, rows, columns, context, text_len) as (sequences, table):
+    with borrowed(engine, rows, columns, context, text_len, overrides) as (sequences, table):
         slots = np.arange(rows, dtype=np.int32)
         bare = engine.runner
 
@@ -281,12 +296,18 @@ def first_token_is_the_models(llm: Any) -> bool:
 
 @contextlib.contextmanager
 def borrowed(
-    engine: Engine, rows: int, columns: int, context: int, text_len: int | None = None
+    engine: Engine,
+    rows: int,
+    columns: int,
+    context: int,
+    text_len: int | None = None,
+    overrides: Mapping[str, float] | None = None,
 ) -> Iterator[tuple[list[Sequence], np.ndarray]]:
     """Sequences outside any queue, and a page table for them over borrowed pages.
 
     Args:
         text_len: Tokens that the texts need after their context; None: half of the room.
+        overrides: As of `decode_step_ms`.
     """
     layout, scheduler = engine.layout, engine.scheduler
     if engine.has_work:
@@ -310,7 +331,9 @@ def borrowed(
     most = room // 2 if text_len is None else room - text_len
     context = max(1, min(context, most)) // size * size
     prompt = [0] * max(context, 1)
-    params = SamplingParams(max_tokens=room - len(prompt), ignore_eos=True)
+    params = SamplingParams(
+        max_tokens=room - len(prompt), ignore_eos=True, strategy_overrides=overrides or {}
+    )
     live = accept(
         Request(prompt_token_ids=prompt, params=params), "bare", 0, 0.0, engine.layout, None, 0
     )

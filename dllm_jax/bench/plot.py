@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dllm_jax.runner.estimate import RATES
+from dllm_jax.bench.roofline import RATES
 
 
 def draw_roofline(rows: Sequence[dict[str, Any]], device: str, png: str | Path) -> None:

@@ -4,13 +4,18 @@ Only for devices whose rates were measured; None elsewhere. Experts are counted 
 each distinct expert that is hit is read once, and each cell goes through a few.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
+import jax
+
+from dllm_jax.kernels.token_readout.head import Fp8Head
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.moe import MoEConfig
 from dllm_jax.models.quantization import is_quantized
-from dllm_jax.runner.estimate import RATES, layer_reads, pass_work, weights
 
+# Bytes a second (copy) and bfloat16 operations a second, measured on the device.
+RATES = {"NVIDIA H200": (4.3e12, 790e12)}
 LINKS = {"NVIDIA H200": 450e9}  # bytes a second from a device to the others, by NVLink
 
 
@@ -149,3 +154,63 @@ def parts_ms(parts: dict[str, tuple[float, float]], device_kind: str) -> dict[st
         return None
     bandwidth, rate = RATES[device_kind]
     return {name: 1e3 * max(b / bandwidth, ops / rate) for name, (b, ops) in parts.items()}
+
+
+def pass_work(
+    params: Any,
+    cfg: DenseConfig,
+    rows: int,
+    cells: int,
+    context: float,
+    kv_dtype: Any = None,
+    touched: float | None = None,
+) -> tuple[float, float]:
+    """Bytes and operations of a pass over `cells` positions of each row.
+
+    Weights but the embedding are read once, and so is the context of each row. Every cell gets
+    logits, which are never written.
+
+    Args:
+        kv_dtype: Of the cache; None: the embedding's.
+        touched: As in `weights`.
+    """
+    read, used = weights(params, cfg, rows * cells, touched)
+    cached = attention = 0.0
+    for (heads, size), seen in layer_reads(cfg, context):
+        cached += 2 * heads * size * seen * rows
+        attention += 4 * size * cfg.num_heads * (seen + cells) * rows * cells
+    size = params["embed"].dtype.itemsize
+    kv_size = size if kv_dtype is None else kv_dtype.itemsize
+    return read * size + cached * kv_size, 2 * used * rows * cells + attention
+
+
+def layer_reads(cfg: DenseConfig, context: float) -> Iterator[tuple[tuple[int, int], float]]:
+    """For each layer its KV heads and their size, and how much of a context it reads."""
+    for i in range(cfg.num_layers):
+        reach = cfg.reach(i)
+        yield cfg.heads(i), context if reach is None else min(context, reach)
+
+
+def weights(
+    params: Any, cfg: DenseConfig, cells: int, touched: float | None = None
+) -> tuple[float, float]:
+    """Weights that a step of `cells` reads, and those that one cell is multiplied with.
+
+    `touched` experts of a layer are read; None: the number that random routing hits. Both are in
+    weights of the type of the embedding, taken for 16 bits where there are matrices in 8 bits.
+    """
+    read = used = 0.0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized):
+        name = path[-1].key
+        if name == "embed" and "lm_head" in params:
+            continue
+        hit = share = 1.0
+        if isinstance(cfg, MoEConfig) and name.startswith("experts"):
+            share = cfg.experts_per_token / cfg.num_experts
+            hit = 1 - (1 - share) ** cells if touched is None else touched / cfg.num_experts
+        size = leaf.values.size / 2 if is_quantized(leaf) else leaf.size
+        read += size * hit
+        # Half the bytes; a head is multiplied at the rate of 16 bits (but see
+        # `step_parts`), all else at twice that.
+        used += size * (2 if isinstance(leaf, Fp8Head) else share)
+    return read, used

@@ -1,12 +1,13 @@
 """The time of a round of drafts, by part: the drafter's pass, the target's pass, and the host.
 
-A strategy that drafts chooses the width of every round, so a step has no single time. Each width is
-timed in the bare loop, forced by infinite costs of all others, and weighted by how often it was
-chosen. A separate program times the drafter's pass alone and stores nothing. The rest of a round is
-the target's: verification, and the writes to both caches.
+A strategy that drafts may switch drafts off, so a step has no single time. Each width is timed in
+the bare loop, forced by `break_even`, and weighted by how often it was chosen. A separate program
+times the drafter's pass alone and stores nothing. The rest of a round is the target's:
+verification, and the writes to both caches.
 """
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -144,18 +145,11 @@ def _width_ms(
     engine: Engine, rows: int, columns: int, context: int, steps: int, repeats: int
 ) -> list[float]:
     """Milliseconds of a bare round of each width that the strategy may choose."""
-    device, count = engine.runner, len(engine.runner.programs.strategy.choices)
-    kept = device.choice_costs
-    try:
-        found = []
-        for choice in range(count):
-            if count > 1:
-                costs = [1.0 if other == choice else float("inf") for other in range(count)]
-                device.choice_costs = {rows: costs}
-            found.append(measure.decode_step_ms(engine, rows, columns, context, steps, repeats))
-        return found
-    finally:
-        device.choice_costs = kept
+    how = (rows, columns, context, steps, repeats)
+    return [
+        measure.decode_step_ms(engine, *how, {"break_even": 0.0 if width > 1 else math.inf})
+        for width in engine.runner.programs.strategy.choices
+    ]
 
 
 def pass_ms(engine: Engine, rows: int, columns: int, context: int, repeats: int = 5) -> float:

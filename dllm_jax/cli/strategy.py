@@ -295,25 +295,21 @@ def _options(kind: Any) -> tuple[Any, ...]:
 
 
 def _read(value: Any, kind: Any) -> Any:
-    """`value` as a tuple of numbers where it reads as one and the field is one, else as it is.
+    """`value` as whole numbers where it reads as them and the field is a tuple, else as it is.
 
     `1,8` and `[1, 8]` are two numbers, 8 is one.
     """
-    of = next((_LISTS[option] for option in _options(kind) if option in _LISTS), None)
-    if of is None or not (isinstance(value, str) or _is(value, float)):
+    if _LIST not in _options(kind) or not (isinstance(value, str) or _is(value, float)):
         return value
     text = str(value)
     if text[:1] + text[-1:] in ("[]", "()"):
         text = text[1:-1]
     found = tuple(literal(part.strip()) for part in text.split(","))
-    fit = (_is(one, of) and (isinstance(one, float) or abs(one) <= MOST) for one in found)
-    return tuple(map(of, found)) if all(fit) else value
+    return found if all(_is(one, int) and abs(one) <= MOST for one in found) else value
 
 
 def _broken_rule(name: str, value: Any, kind: Any) -> str | None:
     """The rule that `value` breaks, None if it breaks none."""
-    from jax import Array
-
     rules = []
     for option in _options(kind):
         if typing.get_origin(option) is typing.Literal:
@@ -335,11 +331,11 @@ def _broken_rule(name: str, value: Any, kind: Any) -> str | None:
             if _is(value, option):
                 return None
             rules.append(_WORDS[option])
-        elif option in _LISTS:
+        elif option == _LIST:
             if isinstance(value, tuple):
                 return None
-            rules.append(f"a list of {_NUMBERS[_LISTS[option]]} (e.g. 1,8)")
-        elif option is not Array:  # no command line writes one
+            rules.append("a list of whole numbers (e.g. 1,8)")
+        else:
             return None  # a type of the strategy's own: its constructor checks it
     return " or ".join(rules)
 
@@ -348,8 +344,7 @@ _NOTHING = object()  # breaks every rule
 _PLAIN = (int, float, str, list, tuple, types.NoneType)  # what JSON can write
 _ABOUT_SIZES = {"block_size": "Tokens of a block.", "buffer_size": "Blocks in the window."}
 _WORDS = {float: "a number", bool: "true or false", str: "a word"}
-_LISTS: dict[Any, type] = {tuple[int, ...]: int, tuple[float, ...]: float}
-_NUMBERS = {int: "whole numbers", float: "numbers"}
+_LIST = tuple[int, ...]
 
 
 def _is(value: Any, kind: type) -> bool:

@@ -86,8 +86,6 @@ class LeadingDevice:
 
 
 def _message(what: str, call: Call) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    strategy = call.programs.strategy
-    costs = (strategy.costs,) if strategy.weighs_costs else ()
     head = {
         "what": what,
         "key": call.name,
@@ -97,7 +95,7 @@ def _message(what: str, call: Call) -> tuple[dict[str, Any], tuple[Any, ...]]:
         "options": call.options,
         "program": next(n for n in _PROGRAMS if getattr(programs, n) is call.program),
     }
-    return head, (*call.args, *costs)
+    return head, call.args
 
 
 def follow(runner: ModelRunner, follower: Follower) -> None:
@@ -136,9 +134,6 @@ def _replay(runner: ModelRunner, head: Mapping[str, Any], arrays: list[np.ndarra
         case "move":
             return runner.submit(device.move, head["slot"], head["at"])
     made_from = runner.weightless if head["program"] in _WEIGHTLESS else runner.programs
-    if made_from.strategy.weighs_costs:
-        *arrays, costs = arrays
-        made_from = made_from.replace(strategy=made_from.strategy.replace(costs=costs))
     own = {"knobs": runner.knobs, "slot_layout": runner.slot_layout}
     static = {name: head["static"].get(name, own.get(name)) for name in head["own"]}
     sizes = head["sizes"] and grammars.Sizes(*head["sizes"])

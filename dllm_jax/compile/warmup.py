@@ -51,8 +51,6 @@ def warm_up(
 ) -> None:
     """Compile every program, make the state if there is none, run each once on empty slots.
 
-    A strategy whose step is one of several has each of them timed (`weighs_costs`).
-
     Args:
         progress: Called with what was compiled, how many are done, and of how many.
         calibrate: Time them too, for `cost`; no request may be in a slot.
@@ -79,8 +77,6 @@ def warm_up(
     for item in work:
         runner.run(item.call(runner))
     runner.wait()
-    if runner.programs.strategy.weighs_costs:
-        runner.choice_costs = timing.time_choices(runner)
     if calibrate:
         runner.cost = timing.calibrate(runner)
     if not runner.device.is_shared:

@@ -6,7 +6,7 @@ brings them along in its own call.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -52,8 +52,6 @@ class Dispatch:
     Attributes:
         knobs: Names of the strategy's thresholds, sorted.
         weightless: The programs' `made_from` without weights, for those that read none.
-        choice_costs: Costs of the strategy's choices in any one unit, by slots; none where it
-            does not weigh them.
         is_profiled: Run steps by programs whose launches a profile holds, one by one.
         passes: Prefill passes, by tokens and pages of a prompt, kind, prompts.
     """
@@ -66,7 +64,6 @@ class Dispatch:
         home: Any,
     ):
         self.layout, self.slot_layout = layout, slot_layout
-        self.choice_costs: Mapping[int, Sequence[float]] = {}
         self.is_profiled = False
         self.passes: Counter[tuple[int, int, PassKind, int]] = Counter()
         self._home = home
@@ -96,7 +93,7 @@ class Dispatch:
             sizes: Slot 0 has a grammar of these sizes; None: no slot has one.
         """
         other = _Recorder(self.programs, self.layout, self.slot_layout, self._home)
-        other.choice_costs, other.is_profiled = self.choice_costs, self.is_profiled
+        other.is_profiled = self.is_profiled
         if sizes is not None:
             other._bound, other._bucket = {0}, sizes
         act(other)
@@ -296,21 +293,8 @@ class Dispatch:
         is_split = self.programs.model.split is not None
         how = sizes is not None, is_split, self.is_profiled
         options = xla_options.of_decode(self.layout, len(rows), *how)
-        made_from = self._with_costs(len(rows))
-        call = Call(key, programs.decode, made_from, args, static, sizes, options)
+        call = Call(key, programs.decode, self.programs, args, static, sizes, options)
         return Chunk(self.run(call, active))
-
-    def _with_costs(self, num_slots: int) -> Programs:
-        """The programs, with the costs of the strategy's choices for this number of slots.
-
-        Costs are data: a later measurement, or a new `choice_costs`, compiles nothing again.
-        """
-        if not self.choice_costs:
-            return self.programs
-        known = [n for n in self.choice_costs if n >= num_slots] or [*self.choice_costs][-1:]
-        costs = np.asarray(self.choice_costs[min(known)], np.float32)
-        strategy = self.programs.strategy.replace(costs=costs)
-        return self.programs.replace(strategy=strategy)
 
 
 class _Recorder(Dispatch):

@@ -16,7 +16,7 @@ from dllm_jax.engine.layout import CompileFailure, DeviceFailure, EngineLayout, 
 from dllm_jax.engine.requests import DraftMetrics
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import decode as decoding
-from dllm_jax.runner import estimate, grammars, memory, packing
+from dllm_jax.runner import grammars, memory, packing
 from dllm_jax.runner.dispatch import Chunk, Dispatch
 from dllm_jax.runner.programs import Call, Programs
 from dllm_jax.runner.state import DeviceState, pinned_of
@@ -74,13 +74,6 @@ class ModelRunner(Dispatch):
         self.device: Any = DeviceState(made_from, layout)
         slot_layout = packing.layout_of(packing.kept_part(self.device.shapes(num_pages=1)))
         super().__init__(made_from, layout, slot_layout, self.device.home)
-        if strategy.weighs_costs:  # estimated until `compile.warm_up` has timed them
-            context = min(layout.max_model_len, estimate.USUAL_TEXT)
-            setting = (context, jax.default_backend())
-            self.choice_costs = {
-                rows: estimate.estimate_choices(strategy, model, aux, rows, *setting)
-                for rows in layout.slot_buckets
-            }
         self.memory: memory.MemoryPlan | None = None
         self.cost: Any = None
         self.compile_in_background: Callable[[ModelRunner, grammars.Sizes], Future] | None = None

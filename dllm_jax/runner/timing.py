@@ -16,14 +16,11 @@ import numpy as np
 
 from dllm_jax.engine.layout import NO_LIMIT, EngineLayout, Placement
 from dllm_jax.engine.rounds import Cost
-from dllm_jax.runner.estimate import USUAL_TEXT
 
 SLOW_S = 0.1  # slower programs are timed once: the spread of one run does not matter there
 REPEATS = 3
 BUDGET_S = 10.0  # for all timing
-CHOICE_STEP = 4  # ratio between the numbers of slots for which choices are timed
 SHORT, LONG = 2, 4  # decode steps, or prefill passes, of the two runs
-FEW, MANY = 2, 8  # decode steps of the two runs by which choices are compared
 
 
 def calibrate(
@@ -66,9 +63,19 @@ def _typical(measure: Callable[[], float], repeats: bool) -> float:
 
 def _step_s(runner: Any, clock: Callable[[], float], rows: int, columns: int, kind: None) -> float:
     """One decode step of `rows` slots."""
-    slots = _Slots(runner, clock, rows, columns, SHORT + LONG)
-    (short_s, short), (long_s, long) = slots.run(SHORT), slots.run(LONG)
-    return _each_s((short_s, long_s), (short, long))
+    slots, pages = np.arange(rows, dtype=np.int32), np.full((rows, columns), -1, np.int32)
+    placement = made_up(runner.layout, columns)
+    for slot in range(rows):
+        runner.admit(slot, placement)
+        begin(runner, slot, placement.prompt_len, pages[slot])
+    times, counts = [], []
+    for steps in (SHORT, LONG):
+        runner.wait()
+        began = clock()
+        fetched = runner.fetch(runner.decode(slots, rows, pages, steps, False))
+        times.append(clock() - began)
+        counts.append(fetched.steps)
+    return _each_s(times, counts)
 
 
 def _pass_s(runner: Any, clock: Callable[[], float], size: int, columns: int, kind: str) -> float:
@@ -99,81 +106,6 @@ def _each_s(times: Sequence[float], counts: Sequence[int]) -> float:
     if counts[1] > counts[0] and times[1] > times[0]:
         return (times[1] - times[0]) / (counts[1] - counts[0])
     return times[1] / max(1, counts[1])
-
-
-def time_choices(
-    runner: Any, clock: Callable[[], float] = time.perf_counter
-) -> dict[int, Sequence[float]]:
-    """Seconds of one step for each of a strategy's choices, cheap ones first, by slots.
-
-    Some numbers of slots stand in for those below them. The runner is reset at the end.
-
-    Args:
-        runner: As of `calibrate`; its strategy `weighs_costs`. Its `choice_costs` are lost.
-    """
-    layout: EngineLayout = runner.layout
-    columns = next((n for n in layout.page_buckets if n * layout.page_size >= USUAL_TEXT), None)
-    columns = layout.page_buckets[-1] if columns is None else columns
-    times = {}
-    for rows in _spread(layout.slot_buckets):
-        count = len(runner.programs.strategy.choices)
-        slots = _Slots(runner, clock, rows, columns, count * REPEATS * (FEW + MANY))
-        each = [_choice_s(runner, slots, choice, count) for choice in range(count)]
-        times[rows] = tuple(itertools.accumulate(each, max))  # a wider choice costs no less
-    runner.reset()
-    return times
-
-
-def _spread(sizes: Sequence[int]) -> list[int]:
-    """The first, the last, and between them each that is `CHOICE_STEP` times the one before."""
-    found: list[int] = []
-    for size in sizes:
-        if not found or size >= CHOICE_STEP * found[-1] or size == sizes[-1]:
-            found.append(size)
-    return found
-
-
-def _choice_s(runner: Any, slots: "_Slots", choice: int, num_choices: int) -> float:
-    """Seconds of a step with this choice forced: the others have an infinite cost."""
-    costs = [1.0 if other == choice else float("inf") for other in range(num_choices)]
-    runner.choice_costs = {slots.count: costs}
-    slots.run(FEW)
-
-    def once_s() -> float:
-        times, counts = zip(*(slots.run(steps) for steps in (FEW, MANY)), strict=True)
-        if counts != (FEW, MANY):  # the texts ended
-            slots.begin()
-            times, counts = zip(*(slots.run(steps) for steps in (FEW, MANY)), strict=True)
-        return _each_s(times, counts)
-
-    return statistics.median(once_s() for _ in range(REPEATS))
-
-
-class _Slots:
-    """Slots that decode made-up requests with room for some steps."""
-
-    def __init__(
-        self, runner: Any, clock: Callable[[], float], count: int, columns: int, room: int
-    ):
-        self.count, self._runner, self._clock = count, runner, clock
-        self._rows = np.arange(count, dtype=np.int32)
-        self._pages = np.full((count, columns), -1, np.int32)
-        self._placement = made_up(runner.layout, columns, room)
-        self.begin()
-
-    def begin(self) -> None:
-        """Start the requests over."""
-        for slot in range(self.count):
-            self._runner.admit(slot, self._placement)
-            begin(self._runner, slot, self._placement.prompt_len, self._pages[slot])
-
-    def run(self, steps: int) -> tuple[float, int]:
-        """Seconds of one dispatch of `steps`, and the steps that ran."""
-        self._runner.wait()
-        began = self._clock()
-        chunk = self._runner.decode(self._rows, self.count, self._pages, steps, False)
-        fetched = self._runner.fetch(chunk)
-        return self._clock() - began, fetched.steps
 
 
 def begin(runner: Any, slot: int, prompt_len: int, pages: np.ndarray) -> None:

@@ -114,15 +114,10 @@ class Strategy(struct.PyTreeNode, abc.ABC):
     Attributes:
         needs: What the strategy asks of the engine.
         choices: Values that name the passes a step is chosen from, the cheapest first.
-        cells: For each choice, the cells of a slot that the model runs and that the auxiliary
-            models run; empty where costs do not matter.
-        costs: Cost of a step of each choice, in any one unit. None: the engine measures it.
     """
 
     needs = Needs()
     choices = ()
-    cells = ()
-    costs = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         # Not PyTreeNode's: register_dataclass would leave the class out of the static structure.
@@ -201,11 +196,6 @@ class Strategy(struct.PyTreeNode, abc.ABC):
     def makes_choices(self) -> bool:
         """Whether a step is one of several."""
         return len(self.choices) > 1
-
-    @property
-    def weighs_costs(self) -> bool:
-        """Whether a step is chosen by costs that are not known yet."""
-        return self.makes_choices and bool(self.cells) and self.costs is None
 
 
 def _register(cls: type) -> None:

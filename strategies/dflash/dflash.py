@@ -16,9 +16,9 @@ bfloat16 the rows of a wider pass may round differently.)
 With `acceptance="rejection"` drafts are drawn and stay by chance (`rejection`). The text then
 has the distribution of `ar`'s, but is another one.
 
-How many drafts are judged is chosen in each step, from how earlier drafts fared and from what a
-round costs. With none, step 1 is left out and step 2 runs the anchor alone, as in `ar`. Step 4
-stays, so that drafting can resume.
+Drafting switches off while rounds emit fewer tokens than they cost (`drafting.pays`). Step 1 is
+then left out and step 2 runs the anchor alone, as in `ar`. Step 4 stays, so that drafting can
+resume.
 
 Source: DFlash (arXiv 2602.06036) and its authors' loop, which also draws the target's tokens and
 keeps the drafts that match, but with noise that has no position.
@@ -31,14 +31,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array
 
 from ..core import blocks, random
+from ..core.knobs import Knob, at_slot, knob
 from ..core.needs import Needs
 from ..core.protocol import Strategy, Taps
 from ..core.state import Carry, StepInfo
 from . import drafting, rejection
-from .draft_settings import bound, check_widths, costs_of
+from .draft_settings import bound, check_width
 
 DRAFT = "draft"
 
@@ -49,26 +49,23 @@ class DFlash(Strategy):
     Attributes:
         draft_block_size: Cells the drafter runs: the anchor and the masks after it.
         target_layer_ids: Layers of the target, counted from 0, whose output the drafter reads.
-        width: Cells the target runs, the anchor among them. Drafts past it are not judged; at 1
-            none are drawn. None: chosen in each step among `widths`.
-        widths: Ascending widths to choose from; each is one more pass of the target to compile.
-            None: 1, half of what the drafter runs, all of it.
+        width: Cells the target runs in every step, the anchor among them. Drafts past it are not
+            judged; at 1 none are drawn. None: the whole block, or 1 while drafts do not pay.
         acceptance: "match": a draft stays if it is what the target draws. "rejection": drafts are
             drawn from the drafter's distribution and stay as in speculative sampling. All logits
-            of the pass are in memory then. The text depends on where rounds begin, so the width is
-            fixed, by default the whole block.
-        costs: Cost of a round of each width, above 0 in any one unit, infinite to rule one out.
-            Texts do not depend on them, except for near ties of bfloat16. None: an engine measures
-            them, other loops estimate them from `cells` or take them as equal. An array is data: it
-            may be traced, and only its shape is checked.
+            of the pass are in memory then. The text depends on where rounds begin, so every step
+            drafts.
+        break_even: Tokens that a round must emit on average for drafts to pay, for one request.
+            More slots raise it (`drafting.pays`). At 0 every step drafts, at infinity none. It has
+            no effect where the width is fixed. Texts do not depend on it, except for near ties of
+            bfloat16.
     """
 
     draft_block_size: int | None = struct.field(pytree_node=False, default=None)
     target_layer_ids: tuple[int, ...] | None = struct.field(pytree_node=False, default=None)
     width: int | None = struct.field(pytree_node=False, default=None)
-    widths: tuple[int, ...] | None = struct.field(pytree_node=False, default=None)
     acceptance: Literal["match", "rejection"] = struct.field(pytree_node=False, default="match")
-    costs: tuple[float, ...] | Array | None = None
+    break_even: Knob = knob(1.25)
     buffer_size: int = struct.field(pytree_node=False, default=1)
 
     @property
@@ -94,20 +91,10 @@ class DFlash(Strategy):
     @property
     def choices(self) -> tuple[int, ...]:
         """The widths that a step may have."""
-        size = self.block_size - 1
         if self.width is not None:
             return (self.width,)
-        if self.widths is not None:
-            return self.widths
-        if self.acceptance == "rejection":
-            return (size,)
-        return tuple(sorted({1, (size + 1) // 2, size}))
-
-    @property
-    def cells(self) -> tuple[tuple[int, int], ...]:
-        """Cells that target and drafter run in a round of each of `choices`."""
-        size = self.block_size - 1  # the drafter runs its whole block at any width
-        return tuple((width, size if width > 1 else 0) for width in self.choices)
+        size = self.block_size - 1
+        return (size,) if self.acceptance == "rejection" else (1, size)
 
     @property
     def holds_constraints(self) -> bool:
@@ -119,10 +106,10 @@ class DFlash(Strategy):
         return bound(self, draft_config)
 
     def init(self, spec):
-        """Zero counts of drafts, and acceptance estimates, which outlive the request."""
+        """Zero counts of drafts, and the estimate of a round's length, which outlives a request."""
         size = spec.block_size - 1
-        estimates = drafting.no_estimates(size) if len(self.choices) > 1 else {}
-        return Carry(slot=drafting.no_counts(size), lasting=estimates)
+        estimate = drafting.no_estimate(size) if self.makes_choices else {}
+        return Carry(slot=drafting.no_counts(size), lasting=estimate)
 
     def absorb(self, chunk, state):
         """Store the drafter's context of the prompt; draw the first token, the first anchor."""
@@ -138,7 +125,8 @@ class DFlash(Strategy):
 
     def step(self, forward, state):
         """Draft, judge, keep the right drafts and one token of the target."""
-        widths = check_widths(self, state.buffer.tokens.shape[1])
+        check_width(self, state.buffer.tokens.shape[1])
+        widths = self.choices
         rounds = [functools.partial(self._round, forward, width=width) for width in widths]
         if len(widths) == 1:
             width = widths[0]
@@ -208,12 +196,13 @@ class DFlash(Strategy):
 
     def chosen(self, index):
         """This strategy with the width of that choice in every step."""
-        return self.replace(width=self.choices[index], widths=None, costs=None)
+        return self.replace(width=self.choices[index])
 
-    def choice(self, state) -> Array:
+    def choice(self, state):
         """The index of the next step's width in `choices`."""
-        check_widths(self, state.buffer.tokens.shape[1])  # a loop runs single ones of them
-        return drafting.choose_width(state, self.choices, costs_of(self.costs, self.choices))
+        check_width(self, state.buffer.tokens.shape[1])  # a loop runs one of `chosen`
+        drafts = drafting.pays(state, self.choices[-1], at_slot(self.break_even))
+        return drafts.astype(jnp.int32)
 
 
 STRATEGY = DFlash

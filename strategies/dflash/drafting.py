@@ -1,38 +1,31 @@
-"""Shared by strategies that draft: which drafts are right, and how many to judge next.
+"""Shared by strategies that draft: which drafts are right, and whether to draft next.
 
 Counts and estimates are leaves of `Carry`, by the names below. The counts (`slot`) go where the
 request goes: to the host with each fetch, as `DraftMetrics`, and through a preemption. The
-estimates (`lasting`), by which a width is chosen, belong to the slot and outlive a request: most
-texts are too short to learn from themselves alone.
+estimate of a round's length (`lasting`), by which drafting is switched off, belongs to the slot and
+outlives a request: most texts are too short to learn from themselves alone.
 
 Places are counted after the anchor: the first draft has place 1. A width counts cells: the anchor
 and the drafts after it that are judged; 1 is no draft.
-
-Source: argmax_w E[n(w)] / time(w), summed over a batch (docs/adr/0011-costs-are-data.md).
 """
-
-from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ..core import blocks, random
 from ..core.forward import ForwardOutput
 from ..core.state import RUNNING, DecodeState
 
 ROUNDS, PROPOSED, ACCEPTED = "draft_rounds", "drafts_proposed", "drafts_accepted"
-CHANCE, IDLE = "draft_chance", "draft_idle"
+LENGTH, IDLE = "draft_length", "draft_idle"
 RUN = "text_run"
 
-# The estimate before the first round. Where all drafts before them were right, those of published
-# pairs are right about nine times in ten (27B target, block 16: z-lab/dflash#52). A higher value
-# keeps a draft that is never right for longer: this one ten rounds or so, at costs of an 8B pair.
-FIRST_CHANCE = 0.85
-GAIN = 0.25  # weight of the last round
-# Rounds without drafts after which one round probes whether they would be right now, and the most
-# that the probe may cost as a share of those rounds.
-PROBE_EVERY, PROBE_SHARE = 128, 0.005
+GAIN = 0.25  # weight of the last round in the estimate
+# The more slots, the more of a pass is arithmetic: the length from which drafts pay grows by
+# `1 + slots / RAISING_SLOTS`. Fitted to Qwen3-8B on an H200: 1.3 at 1 slot, 1.5 at 8, 3.0 at 32.
+RAISING_SLOTS = 25
+PROBE_SHARE = 1 / 256  # most that a round that probes costs, of the steps without drafts before it
 
 
 def no_counts(size: int) -> dict[str, Array]:
@@ -52,15 +45,16 @@ def no_counts(size: int) -> dict[str, Array]:
     return counts | {RUN: jnp.ones((1,), jnp.int32)}
 
 
-def no_estimates(size: int) -> dict[str, Array]:
-    """The estimates of `choose_width` in a fresh slot, for the `lasting` leaves of a carry.
+def no_estimate(size: int) -> dict[str, Array]:
+    """The estimate of `pays` in a fresh slot, for the `lasting` leaves of a carry.
+
+    All drafts count as right at first, so that every batch drafts. Where none are, drafting ends
+    after 14 rounds of 16 cells at 1 slot, after 8 at 32 slots.
 
     Returns:
-        `draft_chance` [1 size-1]: of a draft to be right where all before it were, by place less
-        one. `draft_idle` [1]: rounds since one with drafts.
+        `draft_length` [1]: mean tokens of a round. `draft_idle` [1]: rounds since one with drafts.
     """
-    chance = jnp.full((1, size - 1), FIRST_CHANCE, jnp.float32)
-    return {CHANCE: chance, IDLE: jnp.zeros((1,), jnp.int32)}
+    return {LENGTH: jnp.full((1,), size, jnp.float32), IDLE: jnp.zeros((1,), jnp.int32)}
 
 
 def match(
@@ -107,7 +101,7 @@ def count(state: DecodeState, right: Int[Array, " B"], width: Array | int) -> De
     """The carry after a round whose tokens are written and whose window has not moved.
 
     Drafts that could not be emitted are not counted: past the limit, after a stop id or the end of
-    a run. Drafts after a wrong one do not change the estimates.
+    a run. A round that such an end cuts short does not change the estimate.
 
     Args:
         right: Drafts that were right, up to the first that was not.
@@ -137,10 +131,9 @@ def count(state: DecodeState, right: Int[Array, " B"], width: Array | int) -> De
         RUN: jnp.take_along_axis(_runs(state, tokens), last[:, None], axis=1)[:, 0],
     }
     if lasting:
-        seen = wanted & (places <= right[:, None] + 1)
-        moved = lasting[CHANCE] + GAIN * (taken.astype(jnp.float32) - lasting[CHANCE])
+        moved = lasting[LENGTH] + GAIN * ((right + 1).astype(jnp.float32) - lasting[LENGTH])
         lasting = {
-            CHANCE: jnp.where(seen, moved, lasting[CHANCE]),
+            LENGTH: jnp.where(is_round & (right < room), moved, lasting[LENGTH]),
             IDLE: jnp.where(is_round, 0, lasting[IDLE] + 1),
         }
     return state.replace(carry=state.carry.replace(slot=slot, lasting=lasting))
@@ -172,44 +165,26 @@ def _runs(state: DecodeState, tokens: Int[Array, "B S"]) -> Int[Array, "B S"]:
     return place - jnp.max(jnp.where(before[None], begins, anchors[:, None]), axis=2) + 1
 
 
-def choose_width(
-    state: DecodeState, widths: Sequence[int], costs: Float[Array, " X"]
-) -> Int[Array, ""]:
-    """The width with the most expected tokens of the running rows for its cost.
+def pays(state: DecodeState, width: int, break_even: Float[Array, " B"] | float) -> Bool[Array, ""]:
+    """Whether the next round drafts: the running rows expect to emit what a round costs them.
 
-    It depends on past rounds only, so it does not bias acceptance. Where drafts do not pay, width 1
-    is chosen, and now and then the next one as a probe. There is no probe where drafts could not
-    pay even if all of them were right.
+    It depends on past rounds only, so it does not bias acceptance. Where drafts do not pay, one
+    round drafts now and then, to probe whether they would be right by now.
 
     Args:
-        widths: Ascending.
-        costs: Of a round of each width for all rows, in any one unit.
-
-    Returns:
-        The index of the width.
+        width: Cells of a round with drafts.
+        break_even: Mean tokens of a round from which drafts pay at one slot. It grows with the
+            slots of the program, to half of the width at most times its value: drafts that are
+            always right always pay at its default.
     """
     lasting, buffer = state.carry.lasting, state.buffer
     running = state.finish == RUNNING
+    needed = break_even * min(1 + running.shape[0] / RAISING_SLOTS, width / 2)
     room = buffer.limit - buffer.start - 1
-    reached = running.astype(jnp.float32)
-    tokens, sums = reached, {1: jnp.sum(reached)}  # of each row, of all rows by width
-    # Place by place: on a GPU a product or sum along so short an axis is a launch, in every step.
-    for place in range(1, widths[-1]):
-        reached = jnp.where(place < room, reached * lasting[CHANCE][:, place - 1], 0.0)
-        tokens = tokens + reached
-        sums[place + 1] = jnp.sum(tokens)
-    best, most = jnp.int32(0), sums[widths[0]] / costs[0]
-    for i, width in enumerate(widths[1:], 1):
-        is_better = sums[width] / costs[i] > most
-        best = jnp.where(is_better, i, best)
-        most = jnp.where(is_better, sums[width] / costs[i], most)
-    if widths[0] > 1:
-        return best
-    sizes = jnp.asarray(widths[1:], jnp.float32)
-    could_pay = jnp.any(sizes / costs[1:] > 1.0 / costs[0])
-    rounds = jnp.maximum(PROBE_EVERY, (costs[1] / costs[0] - 1.0) / PROBE_SHARE)
-    is_due = jnp.any(running & (lasting[IDLE].astype(jnp.float32) >= rounds))
-    return jnp.where((best == 0) & is_due & could_pay, 1, best)
+    expected = jnp.minimum(lasting[LENGTH], room.astype(jnp.float32))
+    gain = jnp.sum(jnp.where(running, expected - needed, 0.0))
+    is_due = jnp.any(running & (PROBE_SHARE * lasting[IDLE].astype(jnp.float32) >= needed - 1))
+    return (gain >= 0) | is_due
 
 
 def _room(state: DecodeState) -> Int[Array, " B"]:

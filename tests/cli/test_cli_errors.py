@@ -156,13 +156,12 @@ FIELDS = [  # of --set
     *(
         ("--strategy=dflash", pair, "{}={!r} ".format(*pair.split("=")) + words)
         for pair, words in (
-            ("widths=wide", LIST),
-            ("widths=1,8.5", LIST),
-            ("widths=[1,true]", LIST),
-            ("widths=1,,8", LIST),
+            ("target_layer_ids=wide", LIST),
+            ("target_layer_ids=1,8.5", LIST),
+            ("target_layer_ids=[1,true]", LIST),
+            ("target_layer_ids=1,,8", LIST),
             ("target_layer_ids=[]", LIST),
-            ("widths=1,99999999999", LIST),
-            ("costs=cheap", "is not a list of numbers (e.g. 1,8) or none; give one"),
+            ("target_layer_ids=1,99999999999", LIST),
             ("width=1,8", "is not a whole number or none; give one"),
         )
     ),
@@ -220,12 +219,11 @@ def test_strategy_file_and_name_must_exist(fails, tmp_path):
 @pytest.mark.parametrize(
     ("pair", "value"),
     [
-        ("widths=[1,8,16]", (1, 8, 16)),
-        ("widths=1, 8,16", (1, 8, 16)),
-        ("widths=8", (8,)),
-        ("widths=none", None),
+        ("target_layer_ids=[1,8,16]", (1, 8, 16)),
+        ("target_layer_ids=1, 8,16", (1, 8, 16)),
+        ("target_layer_ids=8", (8,)),
+        ("target_layer_ids=none", None),
         ("target_layer_ids=(1,2)", (1, 2)),
-        ("costs=[1,2.5,inf]", (1.0, 2.5, float("inf"))),
     ],
 )
 def test_list_field_is_read(pair, value):
@@ -235,7 +233,7 @@ def test_list_field_is_read(pair, value):
     read = strategy.check_fields(strategy.load("dflash"), {name: given})
     assert read == {name: value}
     if value is not None:
-        assert {type(one) for one in read[name]} == {float if name == "costs" else int}
+        assert {type(one) for one in read[name]} == {int}
 
 
 def test_field_set_to_none_is_set(random_folder):

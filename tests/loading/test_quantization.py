@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
+from dllm_jax.bench.roofline import weights
 from dllm_jax.kernels.layer import Fp8Matrix
 from dllm_jax.loading import leaves
 from dllm_jax.loading import load as loading
@@ -19,7 +20,6 @@ from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.family import FamilyDefaults
 from dllm_jax.models.moe import MoEConfig
 from dllm_jax.models.quantization import is_quantized, quantized
-from dllm_jax.runner.estimate import weights
 from dllm_jax.strategies import BlockDiffusion, DiffusionGemma
 from dllm_jax.tasks import evaluate, summary
 from tests.oracles import fp8 as oracle

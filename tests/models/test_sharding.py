@@ -21,7 +21,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 import dllm_jax as dj
 from dllm_jax.api.drafts import with_target
-from dllm_jax.api.strategy import bind_strategy
 from dllm_jax.convert import copying
 from dllm_jax.kernels.layer import fp8
 from dllm_jax.loading import checkpoints
@@ -35,7 +34,6 @@ from dllm_jax.models.published import PUBLISHED
 from dllm_jax.models.quantization import is_quantized
 from dllm_jax.models.sharding import as_split, over_devices
 from dllm_jax.models.split_axes import AXES, fitted
-from dllm_jax.runner.estimate import estimate_choices
 from dllm_jax.runner.forward import ModelForward
 from tests.contract import models as toys
 from tests.oracles.checkpoints import write_tiny
@@ -342,21 +340,6 @@ def test_reductions_stand_in_few_functions():
                     found.add((path.name, node.name))
     sums = {("sharding.py", "total"), ("draw.py", "total")}
     assert found == {*sums, ("fp8.py", "quantize"), ("fp8.py", "_sought"), ("fp8.py", "tried")}
-
-
-def test_padded_weights_cost_what_whole_ones_do():
-    """So that a drafter's width, and with it the forwards of a text, is that of one device."""
-    target, draft = dj.load("builtin:tiny-qwen3"), dj.load("builtin:tiny-qwen3-dflash")
-    split = over_devices(8)
-    costs = []
-    for model, other in ((target, draft), (place(target, split), place(draft, split))):
-        strategy, aux = bind_strategy(model, draft=other)
-        assert strategy.weighs_costs
-        costs.append(estimate_choices(strategy, model, aux, 4, 512, "cpu"))
-        drafter = aux["draft"]
-        sizes = [leaf.shape for leaf in jax.tree.leaves((model.shapes, drafter.shapes))]
-        costs.append(sizes)
-    assert costs[:2] == costs[2:]
 
 
 # --- refusals -------------------------------------------------------------------------------------

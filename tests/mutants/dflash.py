@@ -3,9 +3,9 @@
 `killer` is the check that must notice. "rounds": random batches against the lists; "width": the
 same with fewer drafts verified than drawn; "wandering": the same with another width in each step;
 "guesses": a dense pass of the drafter; "cache": the contents of the pools, and "cache_off" without
-drafts; "choice" and "learning": the lists' choice of a width; "single": a step without drafts
-next to the general one. For rejection, "enumerated": rounds of 3 ids; "drawn": rounds of 5 by
-chi-squared; "network": the distribution of texts.
+drafts; "choice" and "learning": the lists' switch between drafts and none; "single": a step without
+drafts next to the general one. For rejection, "enumerated": rounds of 3 ids; "drawn": rounds of 5
+by chi-squared; "network": the distribution of texts.
 """
 
 from tests.mutation import broken
@@ -92,11 +92,9 @@ MUTANTS = [
     *broken(
         "learning",
         "drafting.py",
-        learns_of_what_it_did_not_reach=("wanted & (places <= right[:, None] + 1)", "wanted"),
-        learns_nothing_of_a_wrong_one=(
-            "wanted & (places <= right[:, None] + 1)",
-            "wanted & (places <= right[:, None])",
-        ),
+        learns_of_a_round_that_is_cut_short=("is_round & (right < room)", "is_round"),
+        learns_without_drafts=("is_round & (right < room)", "right < room"),
+        learns_of_the_drafts_alone=("(right + 1).astype(", "right.astype("),
         idles_while_it_drafts=("jnp.where(is_round, 0, lasting[IDLE] + 1)", "lasting[IDLE] + 1"),
     ),
     *broken(
@@ -124,25 +122,19 @@ MUTANTS = [
     *broken(
         "choice",
         "drafting.py",
-        takes_each_place_by_itself=(
-            "reached * lasting[CHANCE][:, place - 1], 0.0)",
-            "lasting[CHANCE][:, place - 1], 0.0)",
+        overlooks_the_limit=(
+            "jnp.minimum(lasting[LENGTH], room.astype(",
+            "(lasting[LENGTH] + 0 * room.astype(",
         ),
-        counts_the_anchor_as_a_draft=("sums[place + 1] = ", "sums[place] = sums[place + 1] = "),
-        overlooks_the_limit=("jnp.where(place < room, ", "jnp.where(0 < room, "),
-        forgets_the_token_of_each_row=(
-            "sums[place + 1] = jnp.sum(tokens)",
-            "sums[place + 1] = jnp.sum(tokens) - jnp.sum(running, dtype=jnp.float32)",
+        counts_ended_rows=("jnp.where(running, expected - needed, 0.0)", "expected - needed"),
+        overlooks_the_slots=("min(1 + running.shape[0] / RAISING_SLOTS, width / 2)", "1.0"),
+        needs_more_than_all=(
+            "min(1 + running.shape[0] / RAISING_SLOTS, width / 2)",
+            "(1 + running.shape[0] / RAISING_SLOTS)",
         ),
-        asks_not_what_it_costs=("sums[width] / costs[i] > most", "sums[width] > most"),
-        looks_in_vain=("(best == 0) & is_due & could_pay", "(best == 0) & is_due"),
-        never_looks_again=("(best == 0) & is_due & could_pay", "(best == 0) & False"),
-        looks_whatever_it_costs=(
-            "jnp.maximum(PROBE_EVERY, (costs[1] / costs[0] - 1.0) / PROBE_SHARE)",
-            "PROBE_EVERY",
-        ),
-        looks_wherever_it_is_cheap=("jnp.maximum(PROBE_EVERY, (", "jnp.maximum(1, ("),
-        looks_while_it_drafts=("(best == 0) & is_due & could_pay", "is_due & could_pay"),
+        never_looks_again=("(gain >= 0) | is_due", "gain >= 0"),
+        looks_all_the_time=("PROBE_SHARE * lasting", "1.0 + lasting"),
+        looks_whatever_it_costs=(">= needed - 1)", ">= 0.3)"),
     ),
     *broken(
         "enumerated",

@@ -235,7 +235,6 @@ def test_rejection_ignores_a_drafter_that_is_not_finite() -> None:
 def test_rejection_refuses_several_widths() -> None:
     draft = models.drafter(TARGET)
     for strategy, message in (
-        (DFlash(4, LAYERS, widths=(1, 4), acceptance="rejection"), "would depend on the other req"),
         (
             DFlash(4, LAYERS, acceptance="typical"),
             "acceptance=.typical. is not one of match, rejection",

@@ -1,13 +1,15 @@
-"""The number of drafts that `DFlash` judges: no choice changes a token, and the choice pays.
+"""The switch of `DFlash` between drafts and none: it changes no token, and it pays.
 
 Proves that texts are those of `ar`, and rounds those of plain lists, where the width changes from
 step to step, 1 among them, however it is chosen. The choice is that of lists in float64
-(`oracles/draft_widths.py`). It goes to all drafts where they are right and to none where they are
-wrong, probes now and then, and comes back. Ended rows do not count.
+(`oracles/draft_pays.py`). Drafts go on where they are right and end where they are wrong, are
+tried now and then, and come back. Ended rows do not count. `break_even` forces either choice.
 """
 
+import dataclasses
 import functools
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -24,7 +26,7 @@ from dllm_jax.strategies.core.state import EMPTY, NO_LIMIT, RUNNING, Carry
 from dllm_jax.strategies.dflash import drafting
 from tests.contract import drafters, harness, models
 from tests.contract.harness import SLOTS, Request
-from tests.oracles import draft_widths
+from tests.oracles import draft_pays
 from tests.oracles.dflash_decoder import Rounds, dflash_rounds
 from tests.strategies.test_dflash import (
     LAYERS,
@@ -42,7 +44,6 @@ from tests.strategies.test_dflash import (
 
 pytestmark = pytest.mark.long
 
-WIDTHS = (1, 2, 4, 5)
 WANDERED = (1, 3, 5)
 ORDER = (0, 2, 1, 0, 0, 2, 2, 1, 1, 2)  # of the widths of `wandering`
 
@@ -51,10 +52,12 @@ def wandering(kind: Any) -> Any:
     """A width for each step that has nothing to do with what pays."""
 
     class Wandering(kind):
+        choices = WANDERED
+
         def choice(self, state: Any) -> Any:
             return jnp.asarray(ORDER, jnp.int32)[jnp.max(state.buffer.nfe) % len(ORDER)]
 
-    return Wandering(ROUND, LAYERS, widths=WANDERED)
+    return Wandering(ROUND, LAYERS)
 
 
 def wandering_rounds(wish: Wish, text: list[int], table: np.ndarray) -> Rounds:
@@ -96,15 +99,7 @@ def test_widths_that_change_from_step_to_step_change_no_token() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        wandering(DFlash),
-        pytest.param(
-            DFlash(ROUND, LAYERS, widths=WIDTHS, costs=(1, 1.5, 2.2, 2.6)), marks=pytest.mark.slow
-        ),
-    ],
-)
+@pytest.mark.parametrize("strategy", [wandering(DFlash), DFlash(ROUND, LAYERS)])
 def test_stretches_of_one_width_are_the_steps_one_by_one(strategy: Any) -> None:
     """A loop a width, entered once a stretch, leaves what a branch in every step leaves."""
     rng = np.random.default_rng(4)
@@ -131,7 +126,7 @@ def test_stretches_of_one_width_are_the_steps_one_by_one(strategy: Any) -> None:
         return [(n, now.replace(keys=None)) for n, now in (stretches, single)]
 
     stretches, single = both(TARGET, aux, state, prompt)
-    assert int(stretches[0]) > len(WIDTHS)
+    assert int(stretches[0]) > len(WANDERED)
     leaves = map(jax.tree.leaves, (stretches, single))
     for got, wanted in zip(*leaves, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
@@ -143,11 +138,9 @@ def test_widths_that_change_over_a_long_sweep() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "costs", [None, (1.0, 1.3, 1.4, 1.5), (1.0, 1.5, 2.2, 2.6), (1.0, 3.0, 4.0, 5.0)]
-)
-def test_choosing_the_width_changes_no_token(costs: Any) -> None:
-    strategy = DFlash(ROUND, LAYERS, widths=WIDTHS, costs=costs)
+@pytest.mark.parametrize("break_even", [1.25, 2.0, 3.5])
+def test_switching_drafts_off_changes_no_token(break_even: float) -> None:
+    strategy = DFlash(ROUND, LAYERS, break_even=break_even)
     for number in range(20):
         rng = np.random.default_rng((12, number))
         wishes = [draw_wish(rng) for _ in range(4)]
@@ -182,17 +175,17 @@ class _State(struct.PyTreeNode):
     limits: Any
 
 
-def state_of(rows: list[draft_widths.Row], finish: list[int] | None = None) -> Any:
+def state_of(rows: list[draft_pays.Row], finish: list[int] | None = None) -> Any:
     """Requests at the start of a round, nothing counted."""
-    size, B = rows[0].places + 1, len(rows)
-    zeros = {k: jnp.repeat(v, B, axis=0) for k, v in drafting.no_counts(size).items()}
+    B = len(rows)
+    zeros = {k: jnp.repeat(v, B, axis=0) for k, v in drafting.no_counts(ROUND).items()}
     lasting = {
-        drafting.CHANCE: jnp.asarray([r.chance for r in rows], jnp.float32),
+        drafting.LENGTH: jnp.asarray([r.length for r in rows], jnp.float32),
         drafting.IDLE: jnp.asarray([r.idle for r in rows], jnp.int32),
     }
     start = jnp.arange(B, dtype=jnp.int32) * 3
     limit = start + 1 + jnp.asarray([r.room for r in rows], jnp.int32)
-    cells = jnp.zeros((B, 1, size + 1), jnp.int32)
+    cells = jnp.zeros((B, 1, ROUND + 1), jnp.int32)
     return _State(
         finish=jnp.asarray(finish or [RUNNING] * B, jnp.int32),
         carry=Carry(slot=zeros, lasting=lasting),
@@ -201,64 +194,61 @@ def state_of(rows: list[draft_widths.Row], finish: list[int] | None = None) -> A
     )
 
 
-def chosen(
-    rows: list[draft_widths.Row],
-    costs: Any,
-    widths: tuple[int, ...] = WIDTHS,
-    of: Any = drafting,
-    **how: Any,
-) -> int:
-    """The index of the width that a module's `choose_width` takes."""
-    costs = jnp.asarray(costs, jnp.float32)
-    return int(_chosen(of.choose_width, state_of(rows, **how), widths, costs))
+def drafts(rows: list[draft_pays.Row], width: int = ROUND, of: Any = drafting, **how: Any) -> bool:
+    """What a module's `pays` says."""
+    break_even = jnp.asarray([row.break_even for row in rows], jnp.float32)
+    return bool(_pays(of.pays, state_of(rows, **how), width, break_even))
 
 
-_chosen = jax.jit(lambda choose, *args: choose(*args), static_argnums=(0, 2))
+_pays = jax.jit(lambda pays, *args: pays(*args), static_argnums=(0, 2))
 
 
 def check_choice(of: Any = drafting) -> None:
     rng = np.random.default_rng(0)
-    seen: set[tuple[bool, int]] = set()
-    for _ in range(300):
-        widths = WIDTHS[int(rng.random() < 0.3) :]
-        costs = np.cumsum(rng.uniform(0.05, 1.5, len(widths))) + (0 if rng.random() < 0.3 else 3)
+    seen: set[tuple[int, bool]] = set()
+    for number in range(300):
+        slots, width = ((1, 5), (3, 16), (60, 16), (60, 5))[number % 4]
+        least = draft_pays.needs(draft_pays.Row(1.0), width, slots)
+        near, due = least * rng.choice([0.9, 1.1]), int((least - 1) / draft_pays.PROBE)
+        idles = (0, due - 20, due + 20)
         rows = [
-            draft_widths.Row(
-                4,
-                int(rng.integers(1, 7)),
-                int(rng.choice([rng.integers(0, 140), rng.integers(120, 700)])),
-                (rng.random(4) ** rng.choice([0.2, 1, 5])).tolist(),
+            draft_pays.Row(
+                length=float(np.clip(rng.normal(near, 0.2), 1, width)),
+                idle=int(rng.choice(idles, p=[1 - 1 / slots, 0.5 / slots, 0.5 / slots])),
+                room=int(rng.choice([1, 2, 8, 1000], p=[0.05, 0.05, 0.1, 0.8])),
+                break_even=float(rng.choice([1.24, 1.25, 1.26])),
             )
-            for _ in range(3)
+            for _ in range(slots)
         ]
-        reported = sorted(draft_widths.scores(rows, widths, costs.tolist()))
-        if reported[-1] - reported[-2] < 1e-4 * reported[-1]:
+        finish = [RUNNING, *rng.choice([RUNNING, EMPTY], slots - 1, p=[0.9, 0.1]).tolist()]
+        running = [row for row, code in zip(rows, finish, strict=True) if code == RUNNING]
+        if abs(draft_pays.gain(running, width, slots)) < 1e-3 * slots:
             continue
-        wanted = draft_widths.choice(rows, widths, costs.tolist())
-        assert chosen(rows, costs, widths, of) == wanted, (rows, costs, widths)
-        seen.add((len(widths) == 4, wanted))
-    assert seen == {(True, i) for i in range(4)} | {(False, i) for i in range(3)}
+        wanted = draft_pays.pays(running, width, slots)
+        assert drafts(rows, width, of, finish=finish) == wanted, (rows, width)
+        seen.add((number % 4, wanted))
+    assert seen == {(kind, said) for kind in range(4) for said in (False, True)}
 
 
-def test_the_chosen_width_is_that_of_lists() -> None:
+def test_drafts_pay_where_those_of_lists_do() -> None:
     check_choice()
 
 
 def check_learning(of: Any = drafting) -> None:
     rng = np.random.default_rng(1)
-    rows = [draft_widths.Row(4) for _ in range(4)]
+    rows = [draft_pays.Row(float(ROUND)) for _ in range(4)]
     for _ in range(40):
         for row in rows:
             row.room = int(rng.integers(1, 9))
-        width = int(rng.choice(WIDTHS))
+        width = int(rng.choice([1, ROUND]))
         right = np.minimum(rng.integers(0, 5, 4), width - 1)
         after = _counted(of.count, state_of(rows), jnp.asarray(right, jnp.int32), width)
         for row, count in zip(rows, right, strict=True):
             row.see(int(count), width)
         lasting = after.carry.lasting
         assert lasting[drafting.IDLE].tolist() == [row.idle for row in rows]
-        wanted = [row.chance for row in rows]
-        np.testing.assert_allclose(lasting[drafting.CHANCE], wanted, rtol=0, atol=1e-6)
+        wanted = [row.length for row in rows]
+        np.testing.assert_allclose(lasting[drafting.LENGTH], wanted, rtol=0, atol=1e-5)
 
 
 _counted = jax.jit(lambda count, *args: count(*args), static_argnums=0)
@@ -273,7 +263,7 @@ def check_runs(of: Any = drafting) -> None:
     rng = np.random.default_rng(2)
     places = set()
     for _ in range(60):
-        rows = [draft_widths.Row(4) for _ in range(4)]
+        rows = [draft_pays.Row(2.0) for _ in range(4)]
         tokens = rng.integers(1, 3, (4, 6))
         before, most = rng.integers(1, 4, 4), rng.integers(3, 6, 4)
         state = state_of(rows)
@@ -300,7 +290,7 @@ def check_single(of: Any = drafting) -> None:
     """A step that is known to have no drafts counts as one of width 1 does."""
     rng = np.random.default_rng(3)
     for _ in range(20):
-        state = state_of([draft_widths.Row(4, idle=int(rng.integers(0, 9))) for _ in range(6)])
+        state = state_of([draft_pays.Row(2.0, int(rng.integers(0, 9))) for _ in range(6)])
         tokens = jnp.asarray(rng.integers(1, 3, state.buffer.tokens.shape), jnp.int32)
         filled = jnp.broadcast_to(jnp.arange(6) < 2, tokens.shape)
         runs = {drafting.RUN: jnp.asarray(rng.integers(1, 4, 6), jnp.int32)}
@@ -320,22 +310,26 @@ def test_a_step_without_drafts_counts_as_one_of_width_1() -> None:
 
 
 def test_rows_that_have_ended_do_not_count() -> None:
-    good, bad = draft_widths.Row(4, chance=[0.9] * 4), draft_widths.Row(4, chance=[0.01] * 4)
-    costs = (1.0, 1.2, 1.3, 1.4)
-    assert chosen([good, bad], costs, finish=[EMPTY, RUNNING]) == 0
-    assert chosen([good, bad], costs, finish=[RUNNING, EMPTY]) == 3
-    waits = draft_widths.Row(4, idle=128, chance=[0.01] * 4)
-    assert chosen([waits, bad], costs, finish=[EMPTY, RUNNING]) == 0
-    assert chosen([waits, bad], costs, finish=[RUNNING, EMPTY]) == 1
+    good, bad = draft_pays.Row(4.0), draft_pays.Row(1.0)
+    assert not drafts([good, bad], finish=[EMPTY, RUNNING])
+    assert drafts([good, bad], finish=[RUNNING, EMPTY])
+    waits = draft_pays.Row(1.0, idle=1000)
+    assert not drafts([waits, bad], finish=[EMPTY, RUNNING])
+    assert drafts([waits, bad], finish=[RUNNING, EMPTY])
 
 
-def test_a_probe_that_could_not_pay_is_left_out() -> None:
-    waits = [draft_widths.Row(4, idle=1000)]
-    assert chosen(waits, (1.0, 2.1, 4.1, 5.1)) == 0
-    assert chosen(waits, (1.0, 2.1, 4.1, 4.9)) == 1
-    inf = float("inf")
-    for i in range(4):  # how an engine has one width run, to time it
-        assert chosen(waits, [1.0 if j == i else inf for j in range(4)]) == i
+def test_break_even_forces_either_choice() -> None:
+    for row in (draft_pays.Row(1.0, room=1), draft_pays.Row(5.0, idle=10**6)):
+        assert drafts([dataclasses.replace(row, break_even=0.0)] * 3)
+        assert not drafts([dataclasses.replace(row, break_even=math.inf)] * 3)
+
+
+@pytest.mark.parametrize("width", [2, 3, 5, 16])
+@pytest.mark.parametrize("slots", [1, 32, 512])
+def test_a_fresh_slot_drafts_in_any_batch(width: int, slots: int) -> None:
+    """It expects all drafts to be right, which therefore always pays."""
+    estimate = float(drafting.no_estimate(width)[drafting.LENGTH][0])
+    assert drafts([draft_pays.Row(estimate)] * slots, width)
 
 
 # --- how it goes ----------------------------------------------------------------------------------
@@ -351,8 +345,8 @@ def test_right_drafts_are_all_judged_and_wrong_ones_soon_dropped() -> None:
     wishes, text = long_wish(32)
     right = table_of(wishes[0], text)
     wrong = np.where(right == drafters.NO_HINT, right, (right + 1) % models.MASK)
-    strategy = DFlash(ROUND, LAYERS, costs=(1.0, 1.3, 1.4))
-    assert strategy.choices == (1, 3, 5)
+    strategy = DFlash(ROUND, LAYERS)
+    assert strategy.choices == (1, ROUND)
     (one,) = run(strategy, wishes, drafters.hinted(TARGET, right))
     assert one.output == text
     # A last token alone is not worth a draft.
@@ -368,28 +362,18 @@ def test_right_drafts_are_all_judged_and_wrong_ones_soon_dropped() -> None:
 
 def test_drafting_resumes_where_drafts_become_right() -> None:
     """By the lists: wrong for long, then right; the choice by lists is proved above."""
-    row, costs, drafted = draft_widths.Row(4), (1.0, 1.2, 1.3, 1.4), []
-    for step in range(500):
-        width = WIDTHS[draft_widths.choice([row], WIDTHS, costs)]
-        row.see(width - 1 if step >= 200 else 0, width)
-        drafted.append(width)
-    off = drafted.index(1)
-    assert 2 <= off <= 12
-    assert drafted[off : off + 128] == [1] * 128
-    assert drafted[off + 128] == 2, "a look"
-    assert drafted[off + 129 : off + 256] == [1] * 127
-    back = next(i for i in range(201, 500) if drafted[i] > 1)
-    assert back <= 329
-    assert drafted[-50:] == [5] * 50
-
-
-@pytest.mark.parametrize(
-    ("size", "widths"), [(2, (1, 2)), (3, (1, 2, 3)), (10, (1, 5, 10)), (16, (1, 8, 16))]
-)
-def test_widths_to_choose_from(size: int, widths: tuple[int, ...]) -> None:
-    strategy = DFlash(size, LAYERS)
-    assert strategy.choices == widths
-    assert strategy.cells == tuple((w, size if w > 1 else 0) for w in widths)
+    row, drafted = draft_pays.Row(float(ROUND)), []
+    for step in range(600):
+        does = draft_pays.pays([row], ROUND, 1)
+        row.see(ROUND - 1 if does and step >= 200 else 0, ROUND if does else 1)
+        drafted.append(does)
+    off = drafted.index(False)
+    assert 8 <= off <= 12
+    every = 77  # steps: a round costs 1.3 of them, and 0.3 are 1 / 256 of 76.8
+    assert drafted[off : off + 2 * every] == [*[False] * every, True, *[False] * (every - 1)]
+    back = drafted.index(True, 201)
+    assert back <= 200 + every + 1
+    assert all(drafted[back:])
 
 
 def test_a_request_of_one_width_has_no_estimates() -> None:
