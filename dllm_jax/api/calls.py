@@ -56,9 +56,7 @@ class Turns:
             )
         self._llm, self._offer, self._form, self._fields = llm, offer, form, template_fields
         self._budget = budget
-        tokenizer = llm.model.tokenizer
-        self._marks = structured.mark_ids(tokenizer.get_added_vocab())
-        self._spelt = structured.token_bytes(tokenizer)
+        self._marks = structured.mark_ids(llm.model.tokenizer.get_added_vocab())
 
     def run(self, conversations: Sequence[Any], params: Any, use_tqdm: bool) -> list[RequestOutput]:
         """The answers in order, each text with its `message`."""
@@ -108,7 +106,7 @@ class Turns:
         texts, metrics = [], output.metrics
         for one in output.outputs:
             tokens, pieces, said, now, asked = [], [], [], one, request
-            turn = Turn(request.params.constraint, self._spelt, self._marks)
+            turn = Turn(request.params.constraint, self._llm.constraints.spelt, self._marks)
             walk = self._walk(asked, turn)
             for _ in range(MOST_STAGES):
                 pieces += turn.feed(walk.take(now.token_ids))

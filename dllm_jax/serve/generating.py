@@ -17,7 +17,7 @@ from dllm_jax.serve.pipe import Facts, Prompt
 from dllm_jax.serve.refusals import Refusal, shown, unsupported
 from dllm_jax.serve.service import Service
 from dllm_jax.serve.stream import EventStream, whole
-from dllm_jax.serve.text import TextSide
+from dllm_jax.serve.text import SHORT_CHARS, TextSide
 from dllm_jax.serve.turns import ChatForm, Texts, TurnStream
 from dllm_jax.structured import Tools
 from dllm_jax.structured.offers import BadTool, offered
@@ -173,8 +173,9 @@ async def _generate(
             raise Refusal(f"{name} needs stream: true; set it or leave this out", param=name)
     params = params_of(body, facts, max_tokens, tools)
     if tools is not None:
-        ends = service.ready()[1].end_ids(tools)
-        params["stop_token_ids"] = (*params["stop_token_ids"], *ends)
+        text = service.ready()[1]
+        params["stop_token_ids"] = (*params["stop_token_ids"], *text.end_ids(tools))
+        await text.run(SHORT_CHARS, text.turn, tools)  # the first one reads the vocabulary
     if tools is not None and tools.tools:
         choice = tools.choice if isinstance(tools.choice, str) else "named"
         labels = {"route": call.scope["endpoint"].path, "choice": choice}

@@ -1,6 +1,5 @@
 """An `LLM` as the engine process serves it, and the facts on it for the front."""
 
-import functools
 import time
 from typing import Any
 
@@ -19,7 +18,7 @@ from dllm_jax.loading.model import Model
 from dllm_jax.serve.child.served import Served
 from dllm_jax.serve.child.side_work import Work
 from dllm_jax.serve.pipe import Facts
-from dllm_jax.structured import Tools, Turn, mark_ids, token_bytes
+from dllm_jax.structured import Tools, Turn, mark_ids
 
 
 def served(llm: Any) -> Served:
@@ -56,12 +55,8 @@ def served(llm: Any) -> Served:
         tools = made.params.constraint
         if not isinstance(tools, Tools):
             return None
-        turn = Turn(tools, spelt(), marks) if before is None else before.turn
+        turn = Turn(tools, llm.constraints.spelt, marks) if before is None else before.turn
         return walk_of(llm, made, turn)
-
-    @functools.cache
-    def spelt() -> list[bytes | None]:
-        return token_bytes(tokenizer)
 
     tokenizer = llm.model.tokenizer
     marks = {} if tokenizer is None else mark_ids(tokenizer.get_added_vocab())
