@@ -15,10 +15,10 @@ from dllm_jax import structured
 from dllm_jax.api.prompts import request_of
 from dllm_jax.engine import checks
 from dllm_jax.engine.requests import Request, RequestOutput, SamplingParams
-from dllm_jax.loading import tool_forms, turns
+from dllm_jax.loading import tool_forms
 from dllm_jax.loading.tool_forms import NO_FORM, ToolForm, tool_form
 from dllm_jax.structured.offers import NO_OFFER, Offer, offered
-from dllm_jax.structured.tools import Piece, Tools, Turn
+from dllm_jax.structured.tools import Piece, Tools, Turn, contents_of
 
 MOST_STAGES = 64  # of a text
 
@@ -82,12 +82,8 @@ class Turns:
             if not isinstance(given, structured.JsonSchema):
                 raise ValueError("constraint: with tools it is a JsonSchema; give one, or none")
             answer = given.said, given.whitespace
-        said = turns.plain(list(conversation))
-        shown = offer.shown if offer.choice != "none" or turns.has_calls(said) else []
-        if form.is_text:
-            said = tool_forms.as_text(said, shown, form.name or "")
-        elif shown:
-            fields["tools"] = tool_forms.shown(shown, form)
+        said, more = tool_forms.laid_out(list(conversation), offer, form)
+        fields |= more
         request = request_of(self._llm.model, said, params, fields)
         inside = tool_forms.is_inside(request.prompt or "", form)
         held = Tools(
@@ -278,21 +274,13 @@ def message_of(pieces: Iterable[Piece], make_id: Any) -> dict[str, Any]:
     Args:
         make_id: Makes the id of a call.
     """
-    said = {"text": "", "thought": ""}
-    calls: list[dict[str, Any]] = []
-    begun: dict[str, Any] | None = None
-    for piece in pieces:
-        if piece.kind in said:
-            said[piece.kind] += piece.text
-        elif piece.kind == "call":
-            begun = {"name": piece.text, "arguments": ""}
-        elif piece.kind == "arguments" and begun is not None:
-            begun["arguments"] += piece.text
-        elif piece.kind == "end" and begun is not None:
-            calls.append({"id": make_id(), "type": "function", "function": begun})
-    message: dict[str, Any] = {"role": "assistant", "content": said["text"]}
-    if calls and not said["text"]:
-        message["content"] = None
-    if said["thought"]:
-        message["reasoning_content"] = said["thought"]
-    return message | ({"tool_calls": calls} if calls else {})
+    text, thoughts, calls = contents_of([*pieces])
+    message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
+    if thoughts:
+        message["reasoning_content"] = thoughts
+    if calls:
+        message["tool_calls"] = [
+            {"id": make_id(), "type": "function", "function": {"name": name, "arguments": said}}
+            for name, said in calls
+        ]
+    return message

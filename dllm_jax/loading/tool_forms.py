@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dllm_jax.loading import chat
+from dllm_jax.loading.turns import has_calls, plain
 from dllm_jax.structured.forms import FORMS, written
+from dllm_jax.structured.offers import Offer
 
 _TOOL = {
     "type": "function",
@@ -86,6 +88,24 @@ def tool_form(model: chat.TextModel, tool_format: str | None = None) -> ToolForm
             return ToolForm(name, form.think[1] in template.text, reads=name)
     name, is_text = tool_format, tool_format is not None
     return ToolForm(name, reads is not None, is_text, name or reads or "hermes")
+
+
+def laid_out(
+    turns: Sequence[Mapping[str, Any]], offer: Offer | None, form: ToolForm
+) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
+    """A conversation with its tools in its texts, or as fields of the template.
+
+    Raises:
+        Unusable: As of `turns.plain`.
+        ValueError: A schema is too deep.
+    """
+    said = plain(turns)
+    tools = [] if offer is None else offer.shown
+    if offer is not None and offer.choice == "none" and not has_calls(said):
+        tools = []
+    if form.is_text:
+        return as_text(said, tools, form.name or ""), {}
+    return said, {"tools": shown(tools, form)} if tools else {}
 
 
 def is_inside(prompt: str, form: ToolForm) -> bool:

@@ -195,7 +195,7 @@ class TextSide:
             Refusal: The model has no chat template, or it does not take this conversation.
         """
         from dllm_jax.loading import chat, tool_forms
-        from dllm_jax.loading.turns import Unusable, has_calls, plain
+        from dllm_jax.loading.turns import Unusable
 
         for name in template_fields or ():
             if name in ("chat_template", "tools", "documents", "continue_final_message"):
@@ -220,15 +220,8 @@ class TextSide:
             return self.ids(text, False, "messages", least)
 
         try:
-            said = plain([_message(turn) for turn in turns])
-            shown = [] if offer is None else offer.shown
-            if offer is not None and offer.choice == "none" and not has_calls(said):
-                shown = []
-            if form.is_text:
-                said = tool_forms.as_text(said, shown, form.name or "")
-            elif shown:
-                fields["tools"] = tool_forms.shown(shown, form)
-            text, ids = chat.prompt(self, said, encode, **fields)
+            said, more = tool_forms.laid_out([_message(turn) for turn in turns], offer, form)
+            text, ids = chat.prompt(self, said, encode, **fields, **more)
         except Unusable as error:
             raise Refusal(str(error), param=error.param, code=error.code) from None
         except (ValueError, TypeError) as error:

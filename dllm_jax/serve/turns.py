@@ -13,7 +13,7 @@ from dllm_jax.serve.pipe import Delta, Usage
 from dllm_jax.serve.refusals import Refusal
 from dllm_jax.serve.stream import DONE, EventStream, event
 from dllm_jax.structured import Piece, Turn
-from dllm_jax.structured.tools import joined
+from dllm_jax.structured.tools import contents_of, joined
 
 
 class Texts:
@@ -195,20 +195,6 @@ def message_of(pieces: Sequence[Piece], shows_thoughts: bool) -> dict[str, Any]:
     if thoughts and shows_thoughts:
         message |= {"reasoning_content": thoughts, "reasoning": thoughts}
     return message
-
-
-def contents_of(pieces: Sequence[Piece]) -> tuple[str, str, list[tuple[str, str]]]:
-    """Prose, thoughts, and the name and arguments of each whole call."""
-    said = {"text": "", "thought": "", "call": "", "arguments": ""}
-    calls = []
-    for piece in pieces:
-        if piece.kind == "call":
-            said |= {"call": piece.text, "arguments": ""}
-        elif piece.kind == "end":
-            calls.append((said["call"], said["arguments"]))
-        else:
-            said[piece.kind] += piece.text
-    return said["text"], said["thought"], calls
 
 
 class TurnStream(EventStream):

@@ -534,3 +534,17 @@ def joined(pieces: list[Piece]) -> list[Piece]:
         else:
             found.append(piece)
     return found
+
+
+def contents_of(pieces: Sequence[Piece]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Prose, thoughts, and the name and arguments of each whole call."""
+    said = {"text": "", "thought": "", "call": "", "arguments": ""}
+    calls = []
+    for piece in pieces:
+        if piece.kind == "call":
+            said |= {"call": piece.text, "arguments": ""}
+        elif piece.kind == "end":
+            calls.append((said["call"], said["arguments"]))
+        else:
+            said[piece.kind] += piece.text
+    return said["text"], said["thought"], calls
