@@ -51,38 +51,16 @@ _STARTS = ("gaussian", "eva", "orthogonal")
 # Entries that are read or do not affect the product: the choice of modules (the names in the file
 # decide), training, and settings of initialisations.
 _KNOWN = frozenset(
-    [
-        "peft_type",
-        "peft_version",
-        "task_type",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-        "r",
-        "lora_alpha",
-        "lora_dropout",
-        "target_modules",
-        "exclude_modules",
-        "layers_to_transform",
-        "layers_pattern",
-        "rank_pattern",
-        "alpha_pattern",
-        "fan_in_fan_out",
-        "bias",
-        "init_lora_weights",
-        "use_rslora",
-        "megatron_core",
-        "loftq_config",
-        "corda_config",
-        "eva_config",
-        "lora_ga_config",
-        "olora_config",
-        "runtime_config",
-        "ensure_weight_tying",
-        "qalora_group_size",
-        "velora_config",
-    ]
+    " ".join(
+        (
+            "peft_type peft_version task_type auto_mapping base_model_name_or_path revision",
+            "r lora_alpha rank_pattern alpha_pattern use_rslora fan_in_fan_out bias",
+            "target_modules exclude_modules layers_to_transform layers_pattern",
+            "inference_mode lora_dropout runtime_config ensure_weight_tying megatron_core",
+            "init_lora_weights loftq_config corda_config eva_config lora_ga_config olora_config",
+            "qalora_group_size velora_config",
+        )
+    ).split()
 )
 
 

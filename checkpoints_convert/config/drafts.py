@@ -6,14 +6,7 @@ state them.
 
 from typing import Any, cast
 
-from .fields import (
-    Fields,
-    Json,
-    common_refusals,
-    no_partial_rope,
-    rope,
-    shown,
-)
+from .fields import Fields, Json, common_refusals, no_partial_rope, rope, shown
 from .parsers import Layers, decoder
 
 _BLOCK_SIZE = 16  # the default of z-lab/dflash
@@ -21,18 +14,9 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 _MUSE = {"MuseGlimmerAssistantModel", "muse_glimmer_assistant"}
 _DFLASH_2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _READ = (
-    "target_layer_ids",
-    "mask_token_id",
-    "block_size",
-    "causal",
-    "use_swa",
-    "swa_window_size",
-    "window_inclusive",
-    "input_embedding_scale",
-    "output_multiplier",
-    "final_logit_softcapping",
-    "attention_sink_bias",
-    "sample_from_anchor",
+    *("target_layer_ids", "mask_token_id", "block_size", "causal", "use_swa", "swa_window_size"),
+    *("window_inclusive", "input_embedding_scale", "output_multiplier", "attention_sink_bias"),
+    *("final_logit_softcapping", "sample_from_anchor"),
     *_DFLASH_2,
 )
 
