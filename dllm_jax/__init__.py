@@ -65,34 +65,24 @@ __all__ = [
     "strategies",
 ]
 
-# public name -> the module that holds it
+# module -> the public names that it holds
 _HOMES = {
-    "LLM": "api.llm",
-    "After": "structured",
-    "Choice": "structured",
-    "CompletionOutput": "engine.requests",
-    "Engine": "engine.engine",
-    "EngineConfig": "engine.layout",
-    "GenerateOutput": "api.generate",
-    "Hole": "structured",
-    "JsonSchema": "structured",
-    "Metrics": "engine.requests",
-    "Model": "loading.model",
-    "Record": "engine.record",
-    "Regex": "structured",
-    "Request": "engine.requests",
-    "RequestOutput": "engine.requests",
-    "SamplingParams": "engine.requests",
-    "Split": "models.sharding",
-    "StreamEvent": "engine.requests",
-    "Tokens": "structured",
-    "Trajectory": "trace.trajectory",
-    "generate": "api.generate",
-    "load": "loading.load",
-    "load_records": "engine.record",
-    "record": "trace.recording",
-    "save": "loading.save",
-    "save_records": "engine.record",
+    "api.generate": ("GenerateOutput", "generate"),
+    "api.llm": ("LLM",),
+    "engine.engine": ("Engine",),
+    "engine.layout": ("EngineConfig",),
+    "engine.record": ("Record", "load_records", "save_records"),
+    "engine.requests": (
+        *("CompletionOutput", "Metrics", "Request", "RequestOutput", "SamplingParams"),
+        "StreamEvent",
+    ),
+    "loading.load": ("load",),
+    "loading.model": ("Model",),
+    "loading.save": ("save",),
+    "models.sharding": ("Split",),
+    "structured": ("After", "Choice", "Hole", "JsonSchema", "Regex", "Tokens"),
+    "trace.recording": ("record",),
+    "trace.trajectory": ("Trajectory",),
 }
 _FOLDERS = ("convert", "kernels", "strategies")
 
@@ -107,11 +97,12 @@ for _folder in _FOLDERS:
 def __getattr__(name: str) -> Any:
     if name in _FOLDERS:
         return importlib.import_module(f"dllm_jax.{name}")
-    if name not in _HOMES:
+    home = next((module for module, names in _HOMES.items() if name in names), None)
+    if home is None:
         raise AttributeError(
             f"module 'dllm_jax' has no public name {name!r}; it has {', '.join(__all__)}"
         )
-    value = getattr(importlib.import_module(f"dllm_jax.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(f"dllm_jax.{home}"), name)
     globals()[name] = value
     return value
 

@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from starlette.exceptions import HTTPException
 
 from dllm_jax.serve import logs
@@ -14,7 +13,7 @@ from dllm_jax.serve.auth import BASIC, Guard
 from dllm_jax.serve.exchange import Call, Elsewhere, Endpoint, Json
 from dllm_jax.serve.mailbox import EngineGone, RequestFailed
 from dllm_jax.serve.pipe import Delta, total
-from dllm_jax.serve.refusals import Refusal, anthropic_error, error_object
+from dllm_jax.serve.refusals import Refusal, anthropic_error
 from dllm_jax.serve.service import Service
 from dllm_jax.serve.stream import ClientGone, internal_error
 
@@ -71,49 +70,42 @@ class Gate:
 
     def _answer(self, error: Exception, call: Call) -> Json:
         """The error object of an exception, in the form of its route."""
-        answer = self._error(error, call)
-        if not call.scope["path"].startswith("/v1/messages"):
-            return answer
-        said = msgspec.json.decode(answer.body)["error"]
-        message, param = said["message"], said["param"] or ""
-        if param not in message:
-            message = f"{param}: {message}"
-        headers = {name.decode(): value.decode() for name, value in answer.headers[2:]}
-        body = anthropic_error(message, answer.status, call.id)
-        return Json(body, answer.status, headers=headers)
+        refusal = self._refusal(error, call)
+        body = refusal.body
+        if call.scope["path"].startswith("/v1/messages"):
+            message, param = refusal.message, refusal.param or ""
+            if param not in message:
+                message = f"{param}: {message}"
+            body = anthropic_error(message, refusal.status, call.id)
+        answer = Json(body, refusal.status, headers=refusal.headers)
+        if refusal.status == 401:
+            answer.headers.append((b"www-authenticate", BASIC.encode()))
+        return answer
 
-    def _error(self, error: Exception, call: Call) -> Json:
-        """OpenAI's error object of an exception."""
+    def _refusal(self, error: Exception, call: Call) -> Refusal:
+        """An exception as it is answered."""
         if isinstance(error, Refusal):
-            answer = Json(error.body, error.status, headers=error.headers)
-            if error.status == 401:
-                answer.headers.append((b"www-authenticate", BASIC.encode()))
-            return answer
+            return error
         if isinstance(error, HTTPException):
             if error.status_code == 405:
-                said = error_object(
-                    "the method is not allowed here; GET /openapi.json lists the routes",
-                    405,
-                    None,
-                    "method_not_allowed",
-                )
-                return Json(said, 405, headers=dict(error.headers or {}))
-            said = error_object(
-                "no such route; GET /openapi.json lists them", 404, None, "not_found"
-            )
-            return Json(said, 404)
+                said = "the method is not allowed here; GET /openapi.json lists the routes"
+                how: Any = {"code": "method_not_allowed", "headers": error.headers}
+                return Refusal(said, status=405, **how)
+            said = "no such route; GET /openapi.json lists them"
+            return Refusal(said, status=404, code="not_found")
         if isinstance(error, EngineGone):
             call.error = str(error)
-            engine = self._service.engine
-            code = "draining" if engine.state == "draining" else "engine_failed"
-            said = error_object(
-                "the engine ended before the answer did; try again", 503, None, code
+            is_draining = self._service.engine.state == "draining"
+            return Refusal(
+                "the engine ended before the answer did; try again",
+                code="draining" if is_draining else "engine_failed",
+                status=503,
+                headers={"retry-after": "5"},
             )
-            return Json(said, 503, headers={"retry-after": "5"})
         call.error = str(error) if isinstance(error, RequestFailed) else type(error).__name__
         if not isinstance(error, RequestFailed):
             self._service.log.error(error, call.id)
-        return Json(internal_error(call.id).body, 500)
+        return internal_error(call.id)
 
     def _tell(self, call: Call) -> None:
         """Metrics and the log line."""
