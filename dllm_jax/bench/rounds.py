@@ -122,23 +122,17 @@ def round_figures(
 
 
 def width_shares(widths: Sequence[int], nfe: int, drafted: DraftMetrics | None) -> list[float]:
-    """The fraction of the rounds with each width.
-
-    The width is the number of verified cells: a round near the end of a text, which cannot use all
-    of its width, counts as a narrower one.
+    """The fraction of the steps with each width.
 
     Args:
-        widths: Ascending; 1 drafts nothing.
-        nfe: Rounds in all.
-        drafted: The drafting counters of these rounds.
+        widths: One, or 1, which drafts nothing, and the whole block.
+        nfe: Steps in all.
+        drafted: The drafting counters of these steps.
     """
-    reached = [nfe]
-    if drafted is not None:
-        reached += [drafted.rounds] * (widths[0] == 1)
-        reached += [drafted.proposed[width - 2] for width in widths[len(reached) :]]
-    reached += [0] * (len(widths) - len(reached))
-    counts = [these - more for these, more in zip(reached, [*reached[1:], 0], strict=True)]
-    return [count / max(nfe, 1) for count in counts]
+    if len(widths) == 1:
+        return [1.0]
+    share = 0.0 if drafted is None else drafted.rounds / max(nfe, 1)
+    return [1.0 - share, share]
 
 
 def _width_ms(

@@ -222,17 +222,16 @@ def test_the_last_line_says_how_long_accepted_drafts_were():
 
 
 def test_rounds_by_their_width_and_what_they_take():
-    """Ten rounds: 3 without drafts, 2 of width 4, 5 of width 8; the last could use 3 cells of 8."""
-    drafted = DraftMetrics((7, *[0] * 7), (7, 7, 6, 4, 4, 4, 4), (0,) * 7)
-    shares = width_shares((1, 4, 8), 10, drafted)
-    assert shares == [0.3, 0.3, 0.4]
+    """Ten steps, 3 of them without drafts; the last round could use 3 cells of 8."""
+    drafted = DraftMetrics((7, *[0] * 7), (7, 7, 6, 6, 6, 6, 6), (0,) * 7)
+    shares = width_shares((1, 8), 10, drafted)
+    assert shares == pytest.approx([0.3, 0.7])
     assert width_shares((8,), 10, drafted) == [1.0]
-    assert width_shares((4, 8), 7, drafted) == pytest.approx([3 / 7, 4 / 7])
     assert width_shares((1, 4), 5, None) == [1.0, 0.0]
-    rounds = Rounds(2, (1, 4, 8), shares, (1.0, 2.0, 3.0), 0.5)
-    assert rounds.bare_ms == pytest.approx(0.3 + 0.6 + 1.2)
+    rounds = Rounds(2, (1, 8), shares, (1.0, 18 / 7), 0.5)
+    assert rounds.bare_ms == pytest.approx(0.3 + 1.8)
     assert rounds.draft_ms == pytest.approx(0.35)
-    other = Rounds(4, (1, 4, 8), (0.0, 0.0, 1.0), (2.0, 2.0, 4.0), 1.0)
+    other = Rounds(4, (1, 8), (0.0, 1.0), (2.0, 4.0), 1.0)
     reported = round_figures({(2, 1): rounds, (4, 1): other}, {(2, 1): 30, (4, 1): 10}, 5.0)
     assert reported["draft_ms"] == pytest.approx((30 * 0.35 + 10 * 1.0) / 40)
     assert reported["verify_ms"] == pytest.approx((30 * 2.1 + 10 * 4.0) / 40 - reported["draft_ms"])
