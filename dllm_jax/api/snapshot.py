@@ -14,6 +14,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import time
 import typing
 import zipfile
@@ -140,18 +141,9 @@ def _private(path: Path) -> IO[bytes]:
 
 
 def _new_folder(base: Path) -> Path:
-    name = time.strftime("%Y-%m-%dT%H-%M-%S")
-    number = 0
     with contextlib.suppress(FileExistsError):  # a file in its place fails below
         base.mkdir(parents=True, exist_ok=True)
-    while True:
-        target = base / f"{name}-{os.getpid()}-{number}"
-        try:
-            target.mkdir(mode=0o700)
-        except FileExistsError:
-            number += 1
-        else:
-            return target
+    return Path(tempfile.mkdtemp(prefix=time.strftime("%Y-%m-%dT%H-%M-%S-"), dir=base))
 
 
 def model_facts(model: Model) -> dict[str, Any]:

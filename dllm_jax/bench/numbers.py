@@ -274,6 +274,15 @@ def check_readout(llm: Any, ran: Ran) -> dict[str, Any]:
     readout: dict[str, Any] = {"distinct_tokens": distinct, "head_in_program": head}
     if isinstance(llm.strategy, FixedWork):
         readout["first_token_matches_dense"] = measure.first_token_is_the_models(llm)
-    if distinct < 2 or not all(value for value in readout.values()):
-        raise ValueError(f"the tokens are not the readout's own: {readout}; the run does not count")
+    check_own(readout)
     return readout
+
+
+def check_own(readout: dict[str, Any]) -> None:
+    """Refuse a run whose tokens are not the readout's own.
+
+    Raises:
+        ValueError: Some evidence shows that they are not.
+    """
+    if readout["distinct_tokens"] < 2 or not all(readout.values()):
+        raise ValueError(f"the tokens are not the readout's own: {readout}; the run does not count")

@@ -18,7 +18,7 @@ import jax
 from dllm_jax.api.llm import LLM
 from dllm_jax.bench import measure, profile, roofline
 from dllm_jax.bench.head import has_head, ids_of_device
-from dllm_jax.bench.numbers import check_outputs, device_kind, mean_context, setting
+from dllm_jax.bench.numbers import check_outputs, check_own, device_kind, mean_context, setting
 from dllm_jax.bench.rounds import Rounds, pass_ms
 from dllm_jax.bench.throughput import run
 from dllm_jax.bench.workload import Lengths, Work, random_work
@@ -303,8 +303,7 @@ def _generated(
     }
     if not isinstance(llm.strategy, DiffusionGemma):  # a canvas starts from noise
         readout["first_token_matches_dense"] = measure.first_token_is_the_models(llm)
-    if readout["distinct_tokens"] < 2 or not all(readout.values()):
-        raise ValueError(f"the tokens are not the readout's own: {readout}; the run does not count")
+    check_own(readout)
     settings = setting(llm)
     names = ("strategy", "thresholds", "block_size", "buffer_size", "num_pages", "page_size")
     walls = [(one.walls_s[0] - prefill_s) / ran_steps * 1e3 for one in runs]

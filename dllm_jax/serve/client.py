@@ -3,17 +3,15 @@
 import asyncio
 import contextlib
 import itertools
-import json
 import os
-import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, Literal
 
 from dllm_jax.serve import pipe
+from dllm_jax.serve.engine_process import ended, how_it_ended, spawn
 from dllm_jax.serve.mailbox import EngineGone, Mailbox, RequestFailed
 from dllm_jax.serve.pipe import Counts, Delta, Facts
 from dllm_jax.serve.refusals import Refusal
@@ -24,11 +22,6 @@ END_S, KILLED_S = 0.2, 60.0  # for a process to end on request, and after SIGKIL
 _READY = ("family", "strategy", "dtype", "num_slots", "max_model_len", "jax")  # of `Facts`
 LAST_LINES_S = 1.0  # for what it wrote before
 State = Literal["starting", "ready", "paused", "asleep", "draining", "failed"]
-_CHILD = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from dllm_jax.serve.child.process import main; "
-    "sys.exit(main(int(sys.argv[2]), int(sys.argv[3])))"
-)
 
 
 class _End(asyncio.Protocol):
@@ -147,14 +140,7 @@ class EngineClient:
 
     def start(self) -> None:
         """Spawn the engine; returns at once. Call it from the main thread."""
-        told, tells = os.pipe()
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        paths = json.dumps([path or os.getcwd() for path in sys.path])
-        command = [sys.executable, "-c", _CHILD, paths, str(theirs.fileno()), str(os.getpid())]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=tells)
-        theirs.close()
-        os.close(tells)
+        self._process, ours, told = spawn()
         self._is_ready, self.progress, self._spawned_s = False, None, time.monotonic()
         self._lines = Copied()
         self._task = asyncio.get_running_loop().create_task(self._serve(ours, told))
@@ -352,10 +338,10 @@ class EngineClient:
         self.num_failures += 1
         self.counts = Counts()
         self._on_counts(self.counts)
-        status = await _ended(process, END_S)  # it closes the socket as it ends
+        status = await ended(process, END_S)  # it closes the socket as it ends
         if status is None:
             process.kill()
-        reason = f"the engine process {_how(status)}" if failed is None else failed.message
+        reason = f"the engine process {how_it_ended(status)}" if failed is None else failed.message
         said = reason if failed is None else "the engine has failed; the server's log says why"
         restarts = was_ready and self._restarts_left > 0 and not self.is_draining
         if not restarts:
@@ -366,7 +352,7 @@ class EngineClient:
             self._restarts_left -= 1
             self.num_restarts += 1
             self._tell("restart", "warning", reason=reason, left=self._restarts_left)
-            if await _ended(process, KILLED_S) is not None:  # else it may still hold the device
+            if await ended(process, KILLED_S) is not None:  # else it may still hold the device
                 self.start()
                 return
             self.failure = f"the engine process {process.pid} does not end after SIGKILL"
@@ -388,14 +374,6 @@ def _fail(answer: "asyncio.Future[Any] | None", error: Exception) -> None:
         answer.set_exception(error)
 
 
-async def _ended(process: subprocess.Popen[bytes], seconds: float) -> int | None:
-    """The status of a process, once it has ended; None: it has not within so long."""
-    until = time.monotonic() + seconds
-    while (status := process.poll()) is None and time.monotonic() < until:
-        await asyncio.sleep(0.01)
-    return status
-
-
 def _refusal(told: pipe.Refused) -> Refusal | RequestFailed:
     if told.status == 500:
         return RequestFailed(told.message)
@@ -403,12 +381,3 @@ def _refusal(told: pipe.Refused) -> Refusal | RequestFailed:
     return Refusal(
         told.message, param=told.param, code=told.code, status=told.status, headers=headers
     )
-
-
-def _how(status: int | None) -> str:
-    if status is None:
-        return "closed its connection"
-    if status < 0:
-        with contextlib.suppress(ValueError):
-            return f"was ended by {signal.Signals(-status).name}"
-    return f"ended with status {status}"

@@ -24,16 +24,13 @@ from dllm_jax.serve.child.outbox import Outbox
 from dllm_jax.serve.child.prompts import Live, Parked, Prompt, Stage, params_of, together, usage_of
 from dllm_jax.serve.child.served import Asleep, Served
 from dllm_jax.serve.child.side_work import SideWork, Work
+from dllm_jax.serve.child.tally import COUNTS_PERIOD_S, Tally
 from dllm_jax.serve.child.token_texts import TokenTexts
 from dllm_jax.serve.pipe import READ_BYTES, Counts, Delta, Frame
 
-_COUNTS_PERIOD_S = 0.5
 # Steps in a row that may raise: the engine mends itself after the first, the second ends the
 # requests that run, and with the third it is the engine that is broken.
 _MOST_FAILED_STEPS = 3
-# Not of the engine's `Stats`.
-_OWN_COUNTS = ("steps", "devices", "weight_version", "compiled")
-_OWN_COUNTS += ("grammar_queries", "grammar_hits", "grammar_stages")
 _SOON_S = 1e-3  # left of a deadline that passed while its request waited
 
 
@@ -58,15 +55,11 @@ class Loop:
         self._chores = SideWork("weights wait to be read", "weights_busy", self._ring)
         self._commands: deque[pipe.Command] = deque()  # which wait until no request runs
         self._parked: dict[int, Parked | Stage] = {}
-        self._num_stages = 0
-        self._queries = self._hits = 0  # of automata
-        self._compiled: list[tuple[str, float, int]] = []
+        self._tally = Tally(served, faults)
         self._live: dict[str, Live] = {}
         self._prompts: dict[int, list[str]] = {}
         self._texts = TokenTexts(served.tokenizer)
         self._num_steps = self._num_failed_steps = 0
-        self._devices: list[tuple[int, int]] = []
-        self._looked_s = -_COUNTS_PERIOD_S
 
     def run(self) -> None:
         """Work until the front closes the socket."""
@@ -98,7 +91,7 @@ class Loop:
             ran, self._num_steps = stats.num_steps - self._num_steps, stats.num_steps
             steps = [(ran, now - started)] if ran else []
             is_idle = not self._engine.has_work
-            if deltas or steps or is_idle or now - sent_s > _COUNTS_PERIOD_S:
+            if deltas or steps or is_idle or now - sent_s > COUNTS_PERIOD_S:
                 self._outbox.put(deltas, self._counts(stats, steps))
                 sent_s = now
 
@@ -138,7 +131,7 @@ class Loop:
     def _go_on(self) -> None:
         """Handle the requests whose work is done."""
         for done in self._making.take():
-            self._compiled.append((done.client, done.seconds, done.found or 0))
+            self._tally.compiled.append((done.client, done.seconds, done.found or 0))
             for request_id in done.request_ids:
                 parked = self._parked.pop(request_id, None)
                 if parked is None:  # ended with another text of its request
@@ -156,7 +149,7 @@ class Loop:
                 except Exception as error:
                     of = parked.prompt.add.id if isinstance(parked, Stage) else request_id
                     self._end(of, error)
-        if self._compiled:
+        if self._tally.compiled:
             self._outbox.put([], self._counts(self._engine.stats(), []))
         answers = [(done, lambda i, found: pipe.Told(i, *found)) for done in self._reading.take()]
         for done, answer in [*answers, *((done, pipe.Carried) for done in self._chores.take())]:
@@ -173,7 +166,7 @@ class Loop:
             except Exception as error:
                 self._end(command.id, error)
                 continue
-            self._looked_s = -_COUNTS_PERIOD_S  # the memory has changed
+            self._tally.look_again()  # the memory has changed
             self._outbox.put([], self._counts(self._engine.stats(), []))
             self._outbox.queue(pipe.Carried(command.id, found))
 
@@ -229,14 +222,8 @@ class Loop:
     def _add(self, add: pipe.Add) -> None:
         """Make a request of every prompt."""
         params = params_of(add.params)
-        fields = {
-            "params": params,
-            "stream": add.stream,
-            "denoise": add.denoise,
-            "priority": add.priority,
-            "client": add.client,
-            "cache_salt": add.cache_salt,
-        }
+        same = ("stream", "denoise", "priority", "client", "cache_salt")
+        fields = {"params": params, **{name: getattr(add, name) for name in same}}
         requests = []
         for number, prompt in enumerate(add.prompts):
             named = {**fields, "request_id": f"{add.id}.{number}"}
@@ -273,14 +260,14 @@ class Loop:
     def _missing(self, request: Request) -> Work | None:
         work = self._served.missing(request)
         if request.params.constraint is not None:
-            self._queries += 1
-            self._hits += work is None
+            self._tally.queries += 1
+            self._tally.hits += work is None
         return work
 
     def _put_stage(self, stage: Stage) -> bool:
         """Let a text go on, once its grammar is compiled; False: it cannot."""
-        self._num_stages += 1
-        add, key = stage.prompt.add, -self._num_stages  # ids of requests are not negative
+        self._tally.stages += 1
+        add, key = stage.prompt.add, -self._tally.stages  # ids of requests are not negative
         work = self._missing(stage.request)
         if work is None:
             return self._add_stage(stage)
@@ -305,7 +292,7 @@ class Loop:
         left_s = None if prompt.until_s is None else prompt.until_s - time.perf_counter()
         request = dataclasses.replace(
             request,
-            request_id=f"{prompt.add.id}.{stage.choice}.stage{self._num_stages}",
+            request_id=f"{prompt.add.id}.{stage.choice}.stage{self._tally.stages}",
             deadline_s=None if left_s is None else max(left_s, _SOON_S),
         )
         try:
@@ -400,27 +387,4 @@ class Loop:
         return deltas
 
     def _counts(self, stats: Any, steps: list[tuple[int, float]]) -> Counts:
-        """The engine's `Stats` as they are sent.
-
-        Args:
-            steps: Decode steps of this turn of the loop, and the seconds it took.
-        """
-        names = [name for name in Counts.__struct_fields__ if name not in _OWN_COUNTS]
-        named = {name: getattr(stats, name) for name in names}
-        named["num_waiting"] += len(self._parked)
-        named["num_faults"] = self._faults.count
-        if (now := time.monotonic()) - self._looked_s > _COUNTS_PERIOD_S:
-            self._devices, self._looked_s = self._served.devices(), now
-        commands = self._served.commands
-        version = 0 if commands is None else commands.version
-        compiled, self._compiled = self._compiled, []
-        return Counts(
-            **named,
-            steps=steps,
-            devices=self._devices,
-            weight_version=version,
-            grammar_queries=self._queries,
-            grammar_hits=self._hits,
-            grammar_stages=self._num_stages,
-            compiled=compiled,
-        )
+        return self._tally.counts(stats, steps, len(self._parked))
