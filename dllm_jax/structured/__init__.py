@@ -270,31 +270,42 @@ def _leave(table: np.ndarray, inner: Any, made: TokenAutomaton, budget: Budget) 
 def fitting(
     constraint: Constraint | Tools, budget: Budget, most_states: int, marks: tuple[str, ...] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The automaton over letters, with as much of a schema's instances as the device holds."""
-    error: ValueError = TooLarge()
+    """The automaton over letters, with as much of a schema's instances as the device holds.
+
+    The largest extent that fits is sought by halves, because one that does not takes its time too.
+    """
     is_one = isinstance(constraint, Regex | Choice)
-    for extent in EXTENTS[:1] if is_one else EXTENTS:
+    error: ValueError = TooLarge()
+    found: Any = None
+    low, high, at = 0, 1 if is_one else len(EXTENTS), 0
+    while low < high:
         # Where less may do, what is seen to be too large need not be made.
-        budget.begin(extent, MOST_STATES if is_one else min(MOST_STATES, _JOINED * most_states))
+        most = MOST_STATES if is_one else min(MOST_STATES, _JOINED * most_states)
+        budget.begin(EXTENTS[at], most)
         try:
             if isinstance(constraint, Tools):
                 made = byte_automaton(constraint.tree(budget, marks), budget, 256 + len(marks))
             else:
                 made = byte_automaton(constraint.tree(budget), budget)
+            if len(made[0]) >= most_states:  # the state after a stop id is one more
+                raise TooLarge(
+                    f"the constraint's automaton has {len(made[0]) + 1} states, and at most "
+                    f"{most_states} fit the device; make it simpler, or shorten its repetitions"
+                )
+            found, high = (made, EXTENTS[at], {**budget.notes}), at
         except TooLarge as too_large:
-            error = too_large
-            continue
+            error, low = too_large, at + 1
         except NoInstance:
-            if extent == EXTENTS[0]:
+            if at == 0:
                 raise
-            continue  # none of what is written here
-        if len(made[0]) < most_states:  # the state after a stop id is one more
-            return made
-        error = TooLarge(
-            f"the constraint's automaton has {len(made[0]) + 1} states, and at most {most_states} "
-            "fit the device; make it simpler, or shorten its repetitions"
-        )
-    raise error
+            high = at  # none of what is written here
+        at = (low + high) // 2
+    if found is None:
+        raise error
+    made, extent, notes = found
+    budget.begin(extent)
+    budget.notes.update(notes)
+    return made
 
 
 _JOINED = 4  # states before equal ones are joined are seldom more, of those that are left
