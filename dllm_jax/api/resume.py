@@ -22,7 +22,7 @@ from dllm_jax.engine.layout import Placement
 from dllm_jax.engine.requests import DraftMetrics, Request
 from dllm_jax.engine.sequence import Sequence
 from dllm_jax.loading.model import Model
-from dllm_jax.runner import buckets
+from dllm_jax.runner import buckets, packing
 from dllm_jax.runner.runner import ModelRunner
 
 
@@ -44,7 +44,7 @@ class SavedSlot:
     def drafted(self, row: int) -> DraftMetrics | None:
         """As `Fetched.drafted`."""
         del row
-        return self._device.drafted(self._slot)
+        return packing.draft_metrics(self._device.unpack(self._slot)["carry"].slot)
 
     def window(self, row: int, length: int) -> tuple[int | None, ...]:
         """Empty: nothing was fetched yet."""

@@ -23,13 +23,6 @@ _Admission = tuple[int, Placement, bool]  # slot, request, and whether it decode
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk:
-    """A dispatched decode: the two arrays that it returns are still being computed."""
-
-    words: Future
-
-
-@dataclasses.dataclass(frozen=True)
 class _Piece:
     """A piece of a prefix that is not dispatched yet."""
 
@@ -261,7 +254,7 @@ class Dispatch:
 
     def decode(
         self, rows: np.ndarray, num_active: int, pages: np.ndarray, num_steps: int, early: bool
-    ) -> Chunk:
+    ) -> Future:
         """Dispatch steps of some slots.
 
         Args:
@@ -269,6 +262,9 @@ class Dispatch:
             pages: Their rows of the page table, one of the page buckets wide.
             num_steps: Steps at most.
             early: Stop as soon as one of them ends.
+
+        Returns:
+            The two arrays of `programs.decode`, which are still being computed.
         """
         if self._pieces:
             self.flush()
@@ -294,7 +290,7 @@ class Dispatch:
         how = sizes is not None, is_split, self.is_profiled
         options = xla_options.of_decode(self.layout, len(rows), *how)
         call = Call(key, programs.decode, self.programs, args, static, sizes, options)
-        return Chunk(self.run(call, active))
+        return self.run(call, active)
 
 
 class _Recorder(Dispatch):

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,7 +22,8 @@ from dllm_jax.engine.record import NOTHING_WRITTEN, Tail, Write
 from dllm_jax.engine.requests import DraftMetrics
 from dllm_jax.engine.rules import STOP_WIDTH
 from dllm_jax.strategies.core.recording import LAW, RAW, STEP, TOP, TOP_IDS
-from dllm_jax.strategies.core.state import DecodeState
+from dllm_jax.strategies.core.state import BlockBuffer, DecodeState
+from dllm_jax.strategies.dflash import drafting
 
 _DRAW_WHOLE, _DRAW_REAL = (
     tuple(name for name, one in GREEDY._asdict().items() if isinstance(one, kind))
@@ -197,44 +198,17 @@ def pack(part: Any) -> tuple[Int[Array, "R N"], Int[Array, "R X"] | None]:
     return near, others
 
 
-def unpack(words: Int[Array, "R X"], layout: SlotLayout) -> Any:
-    """Slots from their words."""
+def unpack(words: Any, layout: SlotLayout) -> Any:
+    """Slots from their words [..., X], of the host or the device; None where words lack."""
     leaves = []
     for offset, size, shape, dtype in layout.leaves:
-        flat = words[:, offset : offset + size]
+        flat = words[..., offset : offset + size]
         if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-            flat = jax.lax.bitcast_convert_type(flat, jnp.float32)
-        leaves.append(flat.astype(dtype).reshape(len(words), *shape))
+            flat = flat.view(jnp.float32)
+        is_there = flat.shape[-1] == size
+        shape = (*words.shape[:-1], *shape)
+        leaves.append(flat.astype(dtype).reshape(shape) if is_there else None)
     return jax.tree.unflatten(layout.tree, leaves)
-
-
-def host_unpack(words: np.ndarray, layout: SlotLayout) -> Any:
-    """One slot from its words, on the host, without the slot axis; None where words lack."""
-    leaves = [
-        _host_leaf(words[offset : offset + size], dtype).reshape(shape)
-        if offset + size <= len(words)
-        else None
-        for offset, size, shape, dtype in layout.leaves
-    ]
-    return jax.tree.unflatten(layout.tree, leaves)
-
-
-def slot_leaves(layout: SlotLayout, names: Sequence[str]) -> list[int] | None:
-    """The numbers of some of a strategy's own `slot` leaves; None if it lacks one."""
-    slot = jax.tree.unflatten(layout.tree, range(len(layout.leaves)))["carry"].slot
-    return [slot[name] for name in names] if slot.keys() >= set(names) else None
-
-
-def host_leaf(words: np.ndarray, layout: SlotLayout, number: int) -> np.ndarray:
-    """A leaf of a slot, on the host."""
-    offset, size, shape, dtype = layout.leaves[number]
-    return _host_leaf(words[offset : offset + size], dtype).reshape(shape)
-
-
-def _host_leaf(words: np.ndarray, dtype: str) -> np.ndarray:
-    if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-        return words.view(np.float32)
-    return words.astype(dtype)
 
 
 # --- results -------------------------------------------------------------------------------------
@@ -268,8 +242,16 @@ class Fetched:
         first = HEAD.size
         self.emitted: list[list[int]] = packed[:, first : first + most].tolist()
 
-    def _slot(self, row: int) -> np.ndarray:
-        return self._packed[row, fetched_fields(self._runner.layout.most_new).span["slot"]]
+    @property
+    def _words(self) -> np.ndarray:
+        """Of the slots, as far as they were fetched."""
+        return self._packed[:, fetched_fields(self._runner.layout.most_new).span["slot"]]
+
+    @functools.cached_property
+    def _slots(self) -> dict[str, Any]:
+        """The slots as named leaves, as `ModelRunner.unpack`, with a leading axis."""
+        layout = self._runner.slot_layout
+        return unpack(self._words[:, : layout.near], layout)
 
     def hold(self) -> bool:
         """Bring the rest of the slots to the host; False: the device failed, and they are lost."""
@@ -288,32 +270,42 @@ class Fetched:
         """
         if not self.hold():
             raise DeviceFailure("what a text needs to resume is lost with the device")
-        slot, near = self._slot(row), self._runner.num_near_words
+        slot, near = self._words[row], self._runner.slot_layout.near
         far = () if self._far is None else self._far[row]
         return np.concatenate([slot[:near], far, slot[near:]]).astype(np.int32, copy=False)
 
     def window(self, row: int, length: int) -> tuple[int | None, ...]:
         """Cells after the first `length` output tokens, None for a hole."""
-        return provisional(self._runner.unpack(self._slot(row)), length)
+        return provisional(self._buffer(row), length)
 
     def written(self, row: int, first: int, count: int) -> list[Write]:
         """What was last written to `count` positions from `first` on."""
-        return writes_at(self._runner.unpack(self._slot(row))["written"], first, count)
+        return writes_at(self._slots["written"][row], first, count)
 
     def behind_text(self, row: int, length: int) -> Tail:
         """What stands after the first `length` output tokens."""
-        slot = self._runner.unpack(self._slot(row))
-        return tail_of(slot["buffer"], slot["written"], length)
+        return tail_of(self._buffer(row), self._slots["written"][row], length)
 
     def behind(self, row: int) -> int:
         """The cell after the emitted tokens of a row whose last fetch is this one."""
-        buffer = self._runner.unpack(self._slot(row))["buffer"]
+        buffer = self._buffer(row)
         place = int(buffer.prompt_len) + self.length[row] - int(buffer.start)
         return int(buffer.tokens.reshape(-1)[place])
 
     def drafted(self, row: int) -> DraftMetrics | None:
         """Draft counts of a request so far; None for a strategy without drafts."""
-        return self._runner.drafted(self._slot(row))
+        return draft_metrics(jax.tree.map(lambda leaf: leaf[row], self._slots["carry"].slot))
+
+    def _buffer(self, row: int) -> BlockBuffer:
+        return jax.tree.map(lambda leaf: leaf[row], self._slots["buffer"])
+
+
+def draft_metrics(slot: Mapping[str, np.ndarray]) -> DraftMetrics | None:
+    """The counts of `dflash.drafting` in a strategy's `slot` leaves; None where it has none."""
+    names = drafting.ROUNDS, drafting.PROPOSED, drafting.ACCEPTED
+    if not slot.keys() >= {*names}:
+        return None
+    return DraftMetrics(*(tuple(slot[name].tolist()) for name in names))
 
 
 def writes_at(held: np.ndarray, first: int, count: int) -> list[Write]:
@@ -336,7 +328,7 @@ def writes_at(held: np.ndarray, first: int, count: int) -> list[Write]:
     ]
 
 
-def tail_of(buffer: Any, held: np.ndarray, length: int) -> Tail:
+def tail_of(buffer: BlockBuffer, held: np.ndarray, length: int) -> Tail:
     """What stands in the window [K S] after the first `length` output tokens."""
     start = int(buffer.start)
     first = max(int(buffer.prompt_len) + length, start)
@@ -345,9 +337,8 @@ def tail_of(buffer: Any, held: np.ndarray, length: int) -> Tail:
     return Tail(first, ids, writes_at(held, first, len(ids)))
 
 
-def provisional(slot: Mapping[str, Any], length: int) -> tuple[int | None, ...]:
-    """The open cells of a fetched slot after `length` tokens of output."""
-    buffer = slot["buffer"]
+def provisional(buffer: BlockBuffer, length: int) -> tuple[int | None, ...]:
+    """The open cells of a window [K S] after `length` tokens of output."""
     tokens, filled = buffer.tokens.reshape(-1), buffer.filled.reshape(-1)
     first = int(buffer.prompt_len) + length - int(buffer.start)
     is_open = np.repeat(buffer.status != 0, buffer.tokens.shape[-1])

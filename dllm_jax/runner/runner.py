@@ -13,18 +13,16 @@ import jax
 import numpy as np
 
 from dllm_jax.engine.layout import CompileFailure, DeviceFailure, EngineLayout, Placement
-from dllm_jax.engine.requests import DraftMetrics
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import decode as decoding
 from dllm_jax.runner import grammars, memory, packing
-from dllm_jax.runner.dispatch import Chunk, Dispatch
+from dllm_jax.runner.dispatch import Dispatch
 from dllm_jax.runner.programs import Call, Programs
 from dllm_jax.runner.state import DeviceState, pinned_of
 from dllm_jax.runner.worker import Worker
 from dllm_jax.strategies.core.errors import described
 from dllm_jax.strategies.core.knobs import split_knobs
 from dllm_jax.strategies.core.state import DecodeState
-from dllm_jax.strategies.dflash import drafting
 
 
 class ModelRunner(Dispatch):
@@ -80,8 +78,6 @@ class ModelRunner(Dispatch):
         self.is_warm = False
         self.num_late_compiles = 0
         self._near = pinned_of(self.device.home)
-        names = (drafting.ROUNDS, drafting.PROPOSED, drafting.ACCEPTED)
-        self._draft_leaves = packing.slot_leaves(slot_layout, names)
         # Compilation of the programs with grammars, by the grammars' sizes.
         self._preparing: dict[grammars.Sizes, Future] = {}
         self._worker = Worker()
@@ -141,8 +137,8 @@ class ModelRunner(Dispatch):
 
     # --- results ------------------------------------------------------------------------------
 
-    def fetch(self, chunk: Chunk) -> packing.Fetched:
-        """Wait for a chunk and read it.
+    def fetch(self, words: Future) -> packing.Fetched:
+        """Wait for what `decode` returned and read it.
 
         Raises:
             DeviceFailure: It failed, or one before it did: the state is gone.
@@ -150,7 +146,7 @@ class ModelRunner(Dispatch):
         if self._admitted or self._pieces:
             self.flush()  # the device need not wait
         try:
-            packed, far = self.device.wait(chunk.words)
+            packed, far = self.device.wait(words)
             # Copied: where `_near` holds it, its memory is another result's once it is let go.
             return packing.Fetched(self.device.read(lambda: np.array(packed)), self, far)
         except jax.errors.JaxRuntimeError as error:  # where it failed after it was launched
@@ -193,21 +189,9 @@ class ModelRunner(Dispatch):
         """Words of a saved slot."""
         return self.slot_layout.size
 
-    @property
-    def num_near_words(self) -> int:
-        """Words of a saved slot that every fetch brings; they are its first ones."""
-        return self.slot_layout.near
-
     def unpack(self, saved: np.ndarray) -> dict[str, Any]:
         """A saved slot as named leaves: `buffer` (one row, no slot axis), `finish`, `carry`, ..."""
-        return packing.host_unpack(saved, self.slot_layout)
-
-    def drafted(self, saved: np.ndarray) -> DraftMetrics | None:
-        """The counts of `dflash.drafting` in a saved slot; None where the strategy has none."""
-        if self._draft_leaves is None:
-            return None
-        leaves = [packing.host_leaf(saved, self.slot_layout, one) for one in self._draft_leaves]
-        return DraftMetrics(*(tuple(leaf.tolist()) for leaf in leaves))
+        return packing.unpack(saved, self.slot_layout)
 
     # --- the state ----------------------------------------------------------------------------
 

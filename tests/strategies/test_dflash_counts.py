@@ -16,6 +16,7 @@ import pytest
 from dllm_jax.bench import measure
 from dllm_jax.engine.inbox import WARN_ROUNDS, SharedEngine, draft_warning
 from dllm_jax.engine.requests import DraftMetrics, RequestOutput
+from dllm_jax.runner import packing
 from tests.contract import engine as toy
 from tests.contract.cases import case
 from tests.contract.engine import make_engine, run, steps_a_chunk, wish
@@ -76,7 +77,8 @@ def test_counts_add_over_samples_and_include_aborted_ones():
 
 def test_strategies_that_do_not_draft_have_no_counts():
     device = toy.make_device("ar", allocate=False)
-    assert device.drafted(np.zeros((device.num_words,), np.int32)) is None
+    slot = device.unpack(np.zeros((device.num_words,), np.int32))
+    assert packing.draft_metrics(slot["carry"].slot) is None
 
 
 def test_figures_of_counts():
