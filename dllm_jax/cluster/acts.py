@@ -16,10 +16,9 @@ from dllm_jax.runner.programs import Call
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.runner.state import DeviceState
 
-# Programs that one process may ask of others, and the static arguments that each knows itself.
+# Programs that one process may ask of others.
 _PROGRAMS = ("admit", "restore", "prefill", "begin", "copy_page", "decode")
 _WEIGHTLESS = ("admit", "restore", "copy_page")
-_OWN_STATIC = ("knobs", "slot_layout")
 
 
 class LeadingDevice:
@@ -90,8 +89,7 @@ def _message(what: str, call: Call) -> tuple[dict[str, Any], tuple[Any, ...]]:
         "what": what,
         "key": call.name,
         "sizes": call.sizes and dataclasses.astuple(call.sizes),
-        "static": {name: one for name, one in call.static.items() if name not in _OWN_STATIC},
-        "own": [*call.static],
+        "static": call.static,
         "options": call.options,
         "program": next(n for n in _PROGRAMS if getattr(programs, n) is call.program),
     }
@@ -134,12 +132,10 @@ def _replay(runner: ModelRunner, head: Mapping[str, Any], arrays: list[np.ndarra
         case "move":
             return runner.submit(device.move, head["slot"], head["at"])
     made_from = runner.weightless if head["program"] in _WEIGHTLESS else runner.programs
-    own = {"knobs": runner.knobs, "slot_layout": runner.slot_layout}
-    static = {name: head["static"].get(name, own.get(name)) for name in head["own"]}
     sizes = head["sizes"] and grammars.Sizes(*head["sizes"])
     program = getattr(programs, head["program"])
     key, args = tuple(head["key"]), tuple(arrays)
-    call = Call(key, program, made_from, args, static, sizes, head["options"])
+    call = Call(key, program, made_from, args, head["static"], sizes, head["options"])
     if head["what"] == "call":
         return runner.submit(device.run, call)
     return runner.submit(device.compile, call, ())

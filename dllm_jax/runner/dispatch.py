@@ -17,8 +17,6 @@ from dllm_jax.engine.layout import EngineLayout, PassKind, Placement
 from dllm_jax.runner import grammars, packing, programs, xla_options
 from dllm_jax.runner.programs import Call, Programs
 
-ADMIT_ROWS = 8  # requests that one program puts into their slots
-
 _Admission = tuple[int, Placement, bool]  # slot, request, and whether it decodes at once
 
 
@@ -43,7 +41,6 @@ class Dispatch:
         home: The device that everything is committed to.
 
     Attributes:
-        knobs: Names of the strategy's thresholds, sorted.
         weightless: The programs' `made_from` without weights, for those that read none.
         is_profiled: Run steps by programs whose launches a profile holds, one by one.
         passes: Prefill passes, by tokens and pages of a prompt, kind, prompts.
@@ -60,11 +57,10 @@ class Dispatch:
         self.is_profiled = False
         self.passes: Counter[tuple[int, int, PassKind, int]] = Counter()
         self._home = home
-        self.knobs = tuple(sorted(layout.knobs))
         self.take(made_from)
         self._admitted: list[_Admission] = []  # not dispatched yet
-        fields = packing.admission_fields(layout.window, len(self.knobs))
-        self._no_fresh = np.zeros((min(ADMIT_ROWS, layout.num_slots), fields.size), np.int32)
+        fields = made_from.request_fields
+        self._no_fresh = np.zeros((made_from.num_fresh, fields.size), np.int32)
         self._no_fresh[:, fields.at["slot"]] = layout.num_slots  # marks a row to ignore
         self._pieces: list[_Piece] = []  # not dispatched yet, of distinct slots
         self._bound: set[int] = set()  # slots whose request has a grammar
@@ -120,8 +116,8 @@ class Dispatch:
         pieces, self._pieces = self._pieces, []
         if not pieces and self._admitted:
             slots = [slot for slot, _, _ in self._admitted]
-            args, static = (self._fresh(),), {"knobs": self.knobs}
-            self.run(Call(("admit",), programs.admit, self.weightless, args, static), slots)
+            call = Call(("admit",), programs.admit, self.weightless, (self._fresh(),))
+            self.run(call, slots)
         # Full batches or single pieces: a padding row would cost a prompt's computation.
         count = self.layout.prompts_a_pass if len(pieces) == self.layout.prompts_a_pass else 1
         for i in range(0, len(pieces), count):
@@ -135,22 +131,23 @@ class Dispatch:
         self._pieces.clear()
 
     def _fresh(self) -> np.ndarray:
-        """The admissions, which wait no more, as [A X], `packing.admission_fields`."""
+        """The admissions, which wait no more, as [A X], `packing.request_fields`."""
         if not self._admitted:
             return self._no_fresh
-        window, rows = self.layout.window, self._no_fresh.copy()
-        fields = packing.admission_fields(window, len(self.knobs))
+        rows = self._no_fresh.copy()
         admitted, self._admitted = self._admitted, []
-        for row, (slot, placement, decodes) in zip(rows, admitted, strict=False):
-            ints, floats = packing.pack_request(placement, window, self.knobs)
-            row[fields.at["slot"]], row[fields.at["decodes"]] = slot, decodes
-            row[fields.span["ints"]], row[fields.span["floats"]] = ints, floats.view(np.int32)
+        for i, (slot, placement, decodes) in enumerate(admitted):
+            rows[i] = self._packed(slot, placement, decodes)
         return rows
+
+    def _packed(self, slot: int, placement: Placement, decodes: bool = False) -> np.ndarray:
+        return packing.pack_request(
+            slot, placement, self.layout.window, self.programs.knobs, decodes
+        )
 
     def _with_fresh(self, rows: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
         """The arguments of a program that also carries out waiting admissions, and its keywords."""
-        given = np.concatenate([rows, self._fresh()], axis=None)
-        return given, {"knobs": self.knobs, "num_rows": len(rows), "width": rows.shape[1]}
+        return np.concatenate([rows, self._fresh()], axis=None), {"num_rows": len(rows)}
 
     def prefill(
         self,
@@ -238,12 +235,10 @@ class Dispatch:
         self, slot: int, placement: Placement, saved: np.ndarray, tokens: Sequence[int]
     ) -> None:
         """Put a fetched slot back, with its output so far; its pages hold its prefix again."""
-        ints, floats = packing.pack_request(placement, self.layout.window, self.knobs)
         output = np.zeros((self.programs.max_output,), np.int32)
         output[: len(tokens)] = tokens
-        args = np.int32(slot), ints, floats, saved[None, : self.slot_layout.size], output
-        static = {"knobs": self.knobs, "slot_layout": self.slot_layout}
-        self.run(Call(("restore",), programs.restore, self.weightless, args, static), [slot])
+        args = self._packed(slot, placement), saved[None, : self.slot_layout.size], output
+        self.run(Call(("restore",), programs.restore, self.weightless, args), [slot])
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page in every pool."""

@@ -25,10 +25,8 @@ from dllm_jax.strategies.core.recording import LAW, RAW, STEP, TOP, TOP_IDS
 from dllm_jax.strategies.core.state import BlockBuffer, DecodeState
 from dllm_jax.strategies.dflash import drafting
 
-_DRAW_WHOLE, _DRAW_REAL = (
-    tuple(name for name, one in GREEDY._asdict().items() if isinstance(one, kind))
-    for kind in (int, float)
-)
+ADMIT_ROWS = 8  # requests that one program puts into their slots
+REALS = [name for name, one in GREEDY._asdict().items() if isinstance(one, float)]
 
 
 class Fields:
@@ -87,32 +85,22 @@ def piece_fields(size: int) -> Fields:
 
 
 @functools.cache
-def request_fields(window: int) -> Fields:
-    """A request's whole numbers."""
-    numbers = ("prompt_len", "limit", *_DRAW_WHOLE, "max_nfe", "max_run", "seed", "fold")
-    return Fields(**dict.fromkeys(numbers, 1), stop_ids=STOP_WIDTH, tail=window, given=window)
-
-
-@functools.cache
-def float_fields(num_knobs: int) -> Fields:
-    """A request's other numbers."""
-    return Fields(**dict.fromkeys(_DRAW_REAL, 1), knobs=num_knobs)
-
-
-@functools.cache
-def admission_fields(window: int, num_knobs: int) -> Fields:
-    """A request on its way to a slot; floats go by their bits."""
-    ints, floats = request_fields(window).size, float_fields(num_knobs).size
-    return Fields(slot=1, decodes=1, ints=ints, floats=floats)
+def request_fields(window: int, num_knobs: int) -> Fields:
+    """A request on its way to a slot; `REALS` and knobs go by their bits."""
+    numbers = ("slot", "decodes", "prompt_len", "limit", "max_nfe", "max_run", "seed", "fold")
+    numbers = dict.fromkeys((*numbers, *GREEDY._fields), 1)
+    return Fields(**numbers, knobs=num_knobs, stop_ids=STOP_WIDTH, tail=window, given=window)
 
 
 def pack_request(
-    placement: Placement, window: int, knobs: tuple[str, ...]
-) -> tuple[np.ndarray, np.ndarray]:
-    """A placement as `request_fields` and `float_fields`."""
-    fields, tail, seed = request_fields(window), placement.tail, placement.seed
-    ints = np.full((fields.size,), -1, np.int32)  # no stop id, nothing given
+    slot: int, placement: Placement, window: int, knobs: tuple[str, ...], decodes: bool = False
+) -> np.ndarray:
+    """A placement as `request_fields`."""
+    fields, tail, seed = request_fields(window, len(knobs)), placement.tail, placement.seed
+    row = np.full((fields.size,), -1, np.int32)  # no stop id, nothing given
     numbers = {
+        "slot": slot,
+        "decodes": decodes,
         "prompt_len": placement.prompt_len,
         "limit": placement.limit,
         "max_nfe": placement.max_nfe,
@@ -120,19 +108,22 @@ def pack_request(
         "seed": seed - 2**32 if seed >= 2**31 else seed,  # its bits
         "fold": placement.fold,
     }
-    drawn = placement.sampling._asdict()
-    for name, number in (numbers | {name: drawn[name] for name in _DRAW_WHOLE}).items():
-        ints[fields.at[name]] = number
+    for name, number in (numbers | placement.sampling._asdict()).items():
+        row[fields.at[name]] = np.float32(number).view(np.int32) if name in REALS else number
+    values = np.array([placement.knobs[name] for name in knobs], np.float32)
     # After the part of the prompt that is not prefilled.
     given = placement.given[: window - len(tail)]
     behind = tail + (0,) * (window - len(tail))
-    parts = {"stop_ids": (0, placement.stop_ids), "tail": (0, behind), "given": (len(tail), given)}
+    parts = {
+        "knobs": (0, values.view(np.int32)),
+        "stop_ids": (0, placement.stop_ids),
+        "tail": (0, behind),
+        "given": (len(tail), given),
+    }
     for name, (first, ids) in parts.items():
         at = fields.at[name] + first
-        ints[at : at + len(ids)] = ids
-    values = [placement.knobs[name] for name in knobs]
-    floats = np.array([*(drawn[name] for name in _DRAW_REAL), *values], np.float32)
-    return ints, floats
+        row[at : at + len(ids)] = ids
+    return row
 
 
 # --- slots --------------------------------------------------------------------------------------

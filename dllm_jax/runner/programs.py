@@ -9,6 +9,7 @@ the host owns it.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from dllm_jax.engine.layout import SamplingNumbers
 from dllm_jax.loading.model import Model
@@ -26,6 +27,7 @@ from dllm_jax.runner import packing
 from dllm_jax.runner.forward import ModelForward
 from dllm_jax.runner.grammars import Sizes
 from dllm_jax.strategies.core import driver
+from dllm_jax.strategies.core.knobs import knob_ranges
 from dllm_jax.strategies.core.protocol import SlotSpec, Strategy
 from dllm_jax.strategies.core.recording import nothing_written
 from dllm_jax.strategies.core.state import EMPTY, ERROR, RUNNING, DecodeState, Limits, Sampling
@@ -49,6 +51,21 @@ class Programs(struct.PyTreeNode):
     def window(self) -> int:
         """W, cells of a window."""
         return self.spec.num_blocks * self.spec.block_size
+
+    @property
+    def knobs(self) -> tuple[str, ...]:
+        """Names of the strategy's thresholds, sorted."""
+        return tuple(sorted(knob_ranges(self.strategy)))
+
+    @property
+    def request_fields(self) -> packing.Fields:
+        """The words of a request that goes to its slot."""
+        return packing.request_fields(self.window, len(self.knobs))
+
+    @property
+    def num_fresh(self) -> int:
+        """Requests that a call brings along, rows to ignore included."""
+        return min(packing.ADMIT_ROWS, self.spec.num_slots)
 
     def forward(self) -> ModelForward:
         """The model as the strategy sees it."""
@@ -136,73 +153,67 @@ def _at_rest(state: DecodeState) -> DecodeState:
     return state.replace(keys=jax.random.key_data(state.keys))
 
 
-def _given(programs: Programs, ints: Int[Array, " X"]) -> Int[Array, "1 W"] | None:
+def _part(programs: Programs, request: Int[Array, " X"], name: str) -> Array:
+    """A part of `packing.request_fields`."""
+    words = request[programs.request_fields.span[name]]
+    if name == "knobs" or name in packing.REALS:
+        return jax.lax.bitcast_convert_type(words, jnp.float32)
+    return words
+
+
+def _given(programs: Programs, request: Int[Array, " X"]) -> Int[Array, "1 W"] | None:
     """Ids by cell of the window that the request brings after its prompt, -1 elsewhere."""
-    if not programs.strategy.needs.takes_given:
-        return None
-    return ints[None, packing.request_fields(programs.window).span["given"]]
+    takes = programs.strategy.needs.takes_given
+    return _part(programs, request, "given")[None] if takes else None
 
 
-def _request(
-    programs: Programs, ints: Int[Array, " X"], floats: Float[Array, " Y"], knobs: tuple[str, ...]
-) -> dict[str, Any]:
+def _settings(programs: Programs, request: Int[Array, " X"]) -> dict[str, Any]:
     """What stays the same while a request runs, one row: leaves of `DecodeState`."""
-    given = _given(programs, ints)
+    part = functools.partial(_part, programs, request)
+    given = _given(programs, request)
     if programs.strategy.needs.starts_filled:
         given = None  # nothing is written over, and no stop id is given
-    words = packing.request_fields(programs.window)
-    numbers = packing.float_fields(len(knobs))
-    seed = jax.lax.bitcast_convert_type(ints[words.at["seed"]], jnp.uint32)
-    key = jax.random.fold_in(jax.random.key(seed), ints[words.at["fold"]])
+    seed = jax.lax.bitcast_convert_type(part("seed"), jnp.uint32)
+    values = part("knobs")
     return {
-        "sampling": Sampling(
-            **{
-                name: floats[numbers.span[name]] if name in numbers.at else ints[words.span[name]]
-                for name in SamplingNumbers._fields
-            }
-        ),
+        "sampling": Sampling(**{name: part(name) for name in SamplingNumbers._fields}),
         "limits": Limits(
-            stop_ids=ints[words.span["stop_ids"]][None],
-            max_nfe=ints[words.span["max_nfe"]],
-            max_run=ints[words.span["max_run"]],
+            stop_ids=part("stop_ids")[None],
+            max_nfe=part("max_nfe"),
+            max_run=part("max_run"),
             given=None if given is None else given >= 0,
             given_behind=programs.strategy.needs.pins,
         ),
-        "knobs": {name: floats[numbers.at["knobs"] + i][None] for i, name in enumerate(knobs)},
-        "keys": key[None],
+        "knobs": {name: values[i, None] for i, name in enumerate(programs.knobs)},
+        "keys": jax.random.fold_in(jax.random.key(seed[0]), part("fold")[0])[None],
     }
 
 
-def _fresh(
-    programs: Programs, ints: Int[Array, " X"], floats: Float[Array, " Y"], knobs: tuple[str, ...]
-) -> DecodeState:
+def _fresh(programs: Programs, request: Int[Array, " X"]) -> DecodeState:
     """One fresh slot, with a leading axis of 1."""
     spec = dataclasses.replace(programs.spec, num_slots=1)
-    words = packing.request_fields(programs.window)
+    part = functools.partial(_part, programs, request)
     buffer = driver.admit_window(
         programs.strategy.needs,
-        ints[words.span["tail"]][None],
-        ints[words.span["prompt_len"]],
-        ints[words.span["limit"]],
+        part("tail")[None],
+        part("prompt_len"),
+        part("limit"),
         spec.num_blocks,
         spec.block_size,
-        given=_given(programs, ints),
+        given=_given(programs, request),
     )
-    request = _request(programs, ints, floats, knobs)
-    most = programs.max_output
-    slot = decoding.new_slots(programs.strategy, spec, programs.kept, request, buffer, most)
+    settings, most = _settings(programs, request), programs.max_output
+    slot = decoding.new_slots(programs.strategy, spec, programs.kept, settings, buffer, most)
     return slot.replace(written=nothing_written(1, programs.num_kept))
 
 
-def new_state(
-    programs: Programs, num_pages: int, page_size: int, knobs: tuple[str, ...]
-) -> DecodeState:
+def new_state(programs: Programs, num_pages: int, page_size: int) -> DecodeState:
     """Every slot empty, and pools without content."""
 
     def own(programs: Programs) -> DecodeState:
-        words = packing.request_fields(programs.window)
-        ints = jnp.zeros((words.size,), jnp.int32).at[words.span["given"]].set(-1)
-        slot = _fresh(programs, ints, jnp.zeros((2 + len(knobs),), jnp.float32), knobs)
+        words = programs.request_fields
+        request = jnp.zeros((words.size,), jnp.int32).at[words.span["given"]].set(-1)
+        slot = _fresh(programs, request)
         slot = slot.replace(finish=jnp.full_like(slot.finish, EMPTY))
         slots = jax.tree.map(lambda leaf: jnp.repeat(leaf, programs.spec.num_slots, axis=0), slot)
         made_from = programs.strategy, programs.model, programs.aux
@@ -215,7 +226,7 @@ def new_state(
     return split.run(own, (programs,), (_specs(programs, split),), decoding.state_specs(split))
 
 
-_SIZES = ("num_pages", "page_size", "knobs")
+_SIZES = ("num_pages", "page_size")
 make_state = jax.jit(new_state, static_argnames=_SIZES)
 
 
@@ -240,27 +251,23 @@ def _put_rows(state: DecodeState, rows: Int[Array, " R"], new: DecodeState) -> D
     return put.replace(pools=new.pools)
 
 
-def _admit(programs, state, requests, knobs):
+def _admit(programs, state, requests):
     """Fresh requests in their slots: see `_admitted`."""
-    return _admitted(programs, state, requests, knobs), None
+    return _admitted(programs, state, requests), None
 
 
-def _admitted(programs, state, requests, knobs):
+def _admitted(programs, state, requests):
     """The state with fresh requests in their slots, which keep what lasts.
 
     Args:
-        requests: [A X], `packing.admission_fields`. A slot past the last marks a row to ignore; a
+        requests: [A X], `packing.request_fields`. A slot past the last marks a row to ignore; a
             row that does not decode at once waits for its prefill.
     """
-    words = packing.admission_fields(programs.window, len(knobs))
+    words = programs.request_fields
     slots, decodes = requests[:, words.at["slot"]], requests[:, words.at["decodes"]]
-    ints = requests[:, words.span["ints"]]
-    floats = jax.lax.bitcast_convert_type(requests[:, words.span["floats"]], jnp.float32)
-
-    def one(ints: Array, floats: Array) -> DecodeState:
-        return jax.tree.map(lambda leaf: leaf[0], _fresh(programs, ints, floats, knobs))
-
-    fresh = jax.vmap(one)(ints, floats)
+    fresh = jax.vmap(lambda one: jax.tree.map(lambda leaf: leaf[0], _fresh(programs, one)))(
+        requests
+    )
     lasting = {name: leaf[slots] for name, leaf in state.carry.lasting.items()}
     fresh = fresh.replace(
         finish=jnp.where(decodes > 0, RUNNING, EMPTY).astype(jnp.int32),
@@ -269,41 +276,36 @@ def _admitted(programs, state, requests, knobs):
     return _put_rows(state, slots, fresh.replace(pools=state.pools))
 
 
-admit = _program(_admit, "knobs")
+admit = _program(_admit)
 
 
-def _with_fresh(programs, state, given, knobs, num_rows, width):
+def _with_fresh(programs, state, given, num_rows):
     """The state with the fresh requests that a call brings along, and the call's own rows.
 
     Args:
         given: The rows, then fresh requests as of `_admitted`, flat.
     """
-    rows, fresh = jnp.split(given, (num_rows * width,))
-    fresh = fresh.reshape(-1, packing.admission_fields(programs.window, len(knobs)).size)
-    return _admitted(programs, state, fresh, knobs), rows.reshape(num_rows, width)
+    shape = programs.num_fresh, programs.request_fields.size
+    rows, fresh = jnp.split(given, (len(given) - math.prod(shape),))
+    return _admitted(programs, state, fresh.reshape(shape)), rows.reshape(num_rows, -1)
 
 
-# Keywords of what brings fresh requests along.
-_ROWS = ("knobs", "num_rows", "width")
-
-
-def _restore(programs, state, slot, ints, floats, saved, output, knobs, slot_layout):
+def _restore(programs, state, request, saved, output):
     """A fetched slot and what it had emitted, back in a slot."""
-    old = _rows(state, slot[None])
-    slot_leaves = packing.unpack(saved, slot_layout)
-    carry = slot_leaves["carry"].replace(lasting=old.carry.lasting)
+    slot = _part(programs, request, "slot")
+    old = _rows(state, slot)
+    own = packing.unpack(saved, packing.layout_of(packing.kept_part(old)))
+    carry = own["carry"].replace(lasting=old.carry.lasting)
     # Recomputing its prefix may have met a value that is not finite.
-    finish = jnp.where(old.finish == ERROR, ERROR, slot_leaves["finish"])
-    request = _request(programs, ints, floats, knobs)
-    own = slot_leaves | request | {"finish": finish, "carry": carry}
-    new = old.replace(**own, output=output[None])
-    return _put_rows(state, slot[None], new), None
+    finish = jnp.where(old.finish == ERROR, ERROR, own["finish"])
+    own |= _settings(programs, request) | {"finish": finish, "carry": carry}
+    return _put_rows(state, slot, old.replace(**own, output=output[None])), None
 
 
-restore = _program(_restore, "knobs", "slot_layout")
+restore = _program(_restore)
 
 
-def _prefill(programs, state, given, size, kind, **sizes):
+def _prefill(programs, state, given, size, kind, num_rows):
     """Fresh requests in their slots, and one prefill pass of distinct slots.
 
     Args:
@@ -312,7 +314,7 @@ def _prefill(programs, state, given, size, kind, **sizes):
     Returns:
         The state, and the boundary row of the first one.
     """
-    state, pieces = _with_fresh(programs, state, given, **sizes)
+    state, pieces = _with_fresh(programs, state, given, num_rows)
     words = packing.piece_fields(size)
     slots, first, end, live_end, last = (pieces[:, words.at[name]] for name in packing.PIECE)
     row = _rows(state, slots)
@@ -335,7 +337,7 @@ def _prefill(programs, state, given, size, kind, **sizes):
     return _put_rows(state, slots, done.replace(finish=finish)), done.boundary[0]
 
 
-prefill = _program(_prefill, "size", "kind", *_ROWS)
+prefill = _program(_prefill, "size", "kind", "num_rows")
 
 
 def _begin(programs, state, slot, boundary):
@@ -362,7 +364,7 @@ def _copy_page(programs, state, source, target):
 copy_page = _program(_copy_page)
 
 
-def _decode(programs, state, given, bound: Any = None, **sizes):
+def _decode(programs, state, given, bound: Any = None, *, num_rows):
     """Fresh requests in their slots, and steps of some slots.
 
     Args:
@@ -376,7 +378,7 @@ def _decode(programs, state, given, bound: Any = None, **sizes):
         the automaton's state; besides it what stays on the device, see `packing.pack`.
     """
     grammars, state = state.constraint, state.replace(constraint=None)
-    state, requests = _with_fresh(programs, state, given, **sizes)
+    state, requests = _with_fresh(programs, state, given, num_rows)
     words = packing.DECODE
     rows, pages = requests[:, words.at["slot"]], requests[:, words.span["pages"]]
     num_active, num_steps = requests[0, words.at["num_active"]], requests[0, words.at["num_steps"]]
@@ -448,4 +450,4 @@ def _with_grammars(programs, bucket, grammars, rows, bound):
     return decoding.absorb_nothing(programs.strategy, programs.forward(), bucket, fresh)
 
 
-decode = _program(_decode, *_ROWS)
+decode = _program(_decode, "num_rows")

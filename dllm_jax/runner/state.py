@@ -53,8 +53,8 @@ class DeviceState:
         self.home = _device_of(made_from)
         self.take(made_from)
         self._split = made_from.model.split
-        self._num_slots, self._sizes = layout.num_slots, {"num_pages": layout.num_pages}
-        self._sizes |= {"page_size": layout.page_size, "knobs": tuple(sorted(layout.knobs))}
+        self._num_slots = layout.num_slots
+        self._sizes = {"num_pages": layout.num_pages, "page_size": layout.page_size}
         self._make = programs.make_state
         if self.home is not None:
             self._make = programs.make_state_at(self.home)
