@@ -19,11 +19,7 @@ from dllm_jax.models.kv_cache import new_pool
 from dllm_jax.models.sharding import Split
 from dllm_jax.runner.forward import TARGET, ModelForward
 from dllm_jax.strategies.core import driver
-from dllm_jax.strategies.core.protocol import (
-    PrefillChunk,
-    SlotSpec,
-    bind_knobs,
-)
+from dllm_jax.strategies.core.protocol import PrefillChunk, SlotSpec, bind_knobs
 from dllm_jax.strategies.core.state import (
     ACTIVE,
     DUMMY,
@@ -82,14 +78,13 @@ def new_state(
 ) -> DecodeState:
     """Requests in their slots, nothing prefilled yet."""
     spec = slot_spec(strategy, model, batch.prompt.shape[0])
-    K, S = spec.num_blocks, spec.block_size
-    tail = driver.prompt_tail(strategy.needs, batch.prompt, batch.prompt_len, K, S)
+    tail = driver.prompt_tail(strategy.needs, spec, batch.prompt, batch.prompt_len)
     kept = boundary_size(strategy, model)
-    buffer = driver.admit_window(strategy.needs, tail, batch.prompt_len, batch.limit, K, S)
+    buffer = driver.admit_window(strategy.needs, spec, tail, batch.prompt_len, batch.limit)
     settings = {name: getattr(batch, name) for name in SETTINGS}
     slots = new_slots(strategy, spec, kept, settings, buffer, max_output)
     return slots.replace(
-        rows=jnp.zeros((spec.num_slots, K * S, kept), spec.dtype),
+        rows=jnp.zeros((*tail.shape, kept), spec.dtype),
         page_table=page_table,
         pools=new_pools(strategy, model, aux, num_pages, page_size),
     )
@@ -115,7 +110,7 @@ def new_slots(
         **settings,
         buffer=buffer,
         finish=jnp.full((B,), RUNNING, jnp.int32),
-        carry=driver.broadcast_carry(strategy.init(spec), B, spec.num_blocks, spec.block_size),
+        carry=driver.broadcast_carry(strategy.init(spec), spec),
         boundary=jnp.zeros((B, kept), spec.dtype),
         rows=None,  # type: ignore[arg-type]
         page_table=None,  # type: ignore[arg-type]

@@ -195,11 +195,10 @@ def _fresh(programs: Programs, request: Int[Array, " X"]) -> DecodeState:
     part = functools.partial(_part, programs, request)
     buffer = driver.admit_window(
         programs.strategy.needs,
+        spec,
         part("tail")[None],
         part("prompt_len"),
         part("limit"),
-        spec.num_blocks,
-        spec.block_size,
         given=_given(programs, request),
     )
     settings, most = _settings(programs, request), programs.max_output
@@ -226,13 +225,13 @@ def new_state(programs: Programs, num_pages: int, page_size: int) -> DecodeState
     return split.run(own, (programs,), (_specs(programs, split),), decoding.state_specs(split))
 
 
-_SIZES = ("num_pages", "page_size")
-make_state = jax.jit(new_state, static_argnames=_SIZES)
+@functools.cache
+def make_state(home: Any) -> Any:
+    """`new_state` as a program, on a device that the weights are committed to (None: theirs).
 
-
-def make_state_at(home: Any) -> Any:
-    """As `make_state`, on a device that the weights are committed to: it reads none of them."""
-    return jax.jit(new_state, static_argnames=_SIZES, out_shardings=home)
+    It reads none of them, so JAX would not know where.
+    """
+    return jax.jit(new_state, static_argnames=("num_pages", "page_size"), out_shardings=home)
 
 
 def _rows(state: DecodeState, rows: Int[Array, " R"]) -> DecodeState:
@@ -252,12 +251,7 @@ def _put_rows(state: DecodeState, rows: Int[Array, " R"], new: DecodeState) -> D
 
 
 def _admit(programs, state, requests):
-    """Fresh requests in their slots: see `_admitted`."""
-    return _admitted(programs, state, requests), None
-
-
-def _admitted(programs, state, requests):
-    """The state with fresh requests in their slots, which keep what lasts.
+    """Fresh requests in their slots, which keep what lasts.
 
     Args:
         requests: [A X], `packing.request_fields`. A slot past the last marks a row to ignore; a
@@ -273,7 +267,7 @@ def _admitted(programs, state, requests):
         finish=jnp.where(decodes > 0, RUNNING, EMPTY).astype(jnp.int32),
         carry=fresh.carry.replace(lasting=lasting),
     )
-    return _put_rows(state, slots, fresh.replace(pools=state.pools))
+    return _put_rows(state, slots, fresh.replace(pools=state.pools)), None
 
 
 admit = _program(_admit)
@@ -283,11 +277,11 @@ def _with_fresh(programs, state, given, num_rows):
     """The state with the fresh requests that a call brings along, and the call's own rows.
 
     Args:
-        given: The rows, then fresh requests as of `_admitted`, flat.
+        given: The rows, then fresh requests as of `_admit`, flat.
     """
     shape = programs.num_fresh, programs.request_fields.size
     rows, fresh = jnp.split(given, (len(given) - math.prod(shape),))
-    return _admitted(programs, state, fresh.reshape(shape)), rows.reshape(num_rows, -1)
+    return _admit(programs, state, fresh.reshape(shape))[0], rows.reshape(num_rows, -1)
 
 
 def _restore(programs, state, request, saved, output):

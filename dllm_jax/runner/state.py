@@ -55,9 +55,7 @@ class DeviceState:
         self._split = made_from.model.split
         self._num_slots = layout.num_slots
         self._sizes = {"num_pages": layout.num_pages, "page_size": layout.page_size}
-        self._make = programs.make_state
-        if self.home is not None:
-            self._make = programs.make_state_at(self.home)
+        self._make = programs.make_state(self.home)
         self._lost: BaseException | None = None  # the failure that took the state, until `reset`
         self._grammars: Constraint | None = None  # None until a slot has one
 
@@ -78,7 +76,7 @@ class DeviceState:
             sizes: Of the slots' grammars; None: they have none.
         """
         given = self._sizes | ({"num_pages": num_pages} if num_pages else {})
-        shapes = programs.make_state.eval_shape(self._programs, **given)
+        shapes = self._make.eval_shape(self._programs, **given)
         if sizes is not None:
             blank = jax.eval_shape(lambda: self._blank_grammars(sizes))
             shapes = shapes.replace(constraint=blank)

@@ -42,11 +42,10 @@ _Stretch = tuple[Array, Array, DecodeState]
 
 def admit_window(
     needs: Needs,
+    spec: SlotSpec,
     tail: Int[Array, "B W"],
     prompt_len: Int[Array, " B"],
     limit: Int[Array, " B"],
-    num_blocks: int,
-    block_size: int,
     given: Int[Array, "B W"] | None = None,
 ) -> BlockBuffer:
     """The window of fresh requests: the prompt's part that is not prefilled, then DUMMY blocks.
@@ -59,8 +58,7 @@ def admit_window(
             the prompt.
         given: Ids of cells after the prompt, -1 elsewhere: of `in_window` prompts, or `pins`.
     """
-    B = tail.shape[0]
-    K, S = num_blocks, block_size
+    B, K, S = spec.num_slots, spec.num_blocks, spec.block_size
     start = needs.prompt.prefill_len(prompt_len, S)
     position = start[:, None] + jnp.arange(K * S, dtype=jnp.int32)[None]
     tokens = tail
@@ -88,30 +86,27 @@ def admit_window(
 
 
 def prompt_tail(
-    needs: Needs,
-    prompt: Int[Array, "B T"],
-    prompt_len: Int[Array, " B"],
-    num_blocks: int,
-    block_size: int,
+    needs: Needs, spec: SlotSpec, prompt: Int[Array, "B T"], prompt_len: Int[Array, " B"]
 ) -> Int[Array, "B W"]:
     """Ids of right-padded prompts at the window's positions; any id after the prompt."""
-    start = needs.prompt.prefill_len(prompt_len, block_size)
-    cell = jnp.arange(num_blocks * block_size, dtype=jnp.int32)[None]
+    start = needs.prompt.prefill_len(prompt_len, spec.block_size)
+    cell = jnp.arange(spec.num_blocks * spec.block_size, dtype=jnp.int32)[None]
     index = jnp.minimum(start[:, None] + cell, prompt.shape[1] - 1)
     return jnp.take_along_axis(prompt, index, axis=1)
 
 
-def broadcast_carry(carry: Carry, num_slots: int, num_blocks: int, block_size: int) -> Carry:
+def broadcast_carry(carry: Carry, spec: SlotSpec) -> Carry:
     """An `init` value at full shape: the same constant in every slot, block and cell."""
+    B, K, S = spec.num_slots, spec.num_blocks, spec.block_size
 
     def grow(leaves: dict[str, Array], axes: tuple[int, ...]) -> dict[str, Array]:
         return {k: jnp.broadcast_to(v, (*axes, *v.shape[len(axes) :])) for k, v in leaves.items()}
 
     return Carry(
-        tokens=grow(carry.tokens, (num_slots, num_blocks * block_size)),
-        blocks=grow(carry.blocks, (num_slots, num_blocks)),
-        slot=grow(carry.slot, (num_slots,)),
-        lasting=grow(carry.lasting, (num_slots,)),
+        tokens=grow(carry.tokens, (B, K * S)),
+        blocks=grow(carry.blocks, (B, K)),
+        slot=grow(carry.slot, (B,)),
+        lasting=grow(carry.lasting, (B,)),
     )
 
 
@@ -209,7 +204,7 @@ def advance(
     if recorder is not None:
         stepped = noted(strategy, recorder, state, stepped)
     info = jax.tree.map(lambda leaf: jnp.where(running, leaf, 0), info)
-    fresh = broadcast_carry(strategy.init(spec), spec.num_slots, spec.num_blocks, spec.block_size)
+    fresh = broadcast_carry(strategy.init(spec), spec)
     counted = count(state, stepped, info)
     window = spec.num_blocks * spec.block_size
     patience = bind_knobs(strategy, state.knobs).patience(window)

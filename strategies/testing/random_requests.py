@@ -154,15 +154,15 @@ def _admit(
     """Fresh requests, their prompts taken in."""
     K, S, needs = strategy.buffer_size or 1, strategy.block_size, strategy.needs
     B, X = prompt.shape
-    tail = driver.prompt_tail(needs, prompt, prompt_len, K, S)
-    buffer = driver.admit_window(needs, tail, prompt_len, limit, K, S, given)
+    spec = slot_spec(strategy, B)
+    tail = driver.prompt_tail(needs, spec, prompt, prompt_len)
+    buffer = driver.admit_window(needs, spec, tail, prompt_len, limit, given)
     before = jnp.arange(X)[None] < buffer.start[:, None]
-    carry = strategy.init(slot_spec(strategy, B))
     state = DecodeState(
         **settings,
         buffer=buffer,
         finish=jnp.full((B,), RUNNING, jnp.int32),
-        carry=driver.broadcast_carry(carry, B, K, S),
+        carry=driver.broadcast_carry(strategy.init(spec), spec),
         boundary=jnp.zeros((B, 0)),
         rows=jnp.zeros((B, K * S, 0)),
         page_table=jnp.full((B, 1), -1, jnp.int32),

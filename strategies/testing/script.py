@@ -263,16 +263,15 @@ def _run(strategy, knobs, script, prompt, prompt_len, limit, limits, mask_id, vo
     K, S = strategy.buffer_size or 1, strategy.block_size
     num_forwards, num_positions = script.token.shape
     spec = SlotSpec(1, K, S, vocab_size, 0, mask_id, jnp.float32)
-    carry = driver.broadcast_carry(strategy.init(spec), 1, K, S)
+    carry = driver.broadcast_carry(strategy.init(spec), spec)
     zeros = jnp.zeros((1,), jnp.int32)
     state = DecodeState(
         buffer=driver.admit_window(
             strategy.needs,
-            driver.prompt_tail(strategy.needs, prompt, prompt_len, K, S),
+            spec,
+            driver.prompt_tail(strategy.needs, spec, prompt, prompt_len),
             prompt_len,
             limit,
-            K,
-            S,
         ),
         sampling=Sampling(jnp.zeros((1,)), zeros, jnp.ones((1,))),
         limits=limits,

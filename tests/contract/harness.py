@@ -171,18 +171,15 @@ def fresh_state(
         for b, r in enumerate(some):
             first = 0 if pins else len(r.prompt)
             cells[b, first : first + len(r.given)] = r.given[: window - first]
-        given = jnp.asarray(cells)
+        given, spec = jnp.asarray(cells), decode.slot_spec(bare, model, SLOTS)
         state = state.replace(
             limits=batch.limits.replace(given=given >= 0, given_behind=pins),
             buffer=driver.admit_window(
                 bare.needs,
-                driver.prompt_tail(
-                    bare.needs, batch.prompt, batch.prompt_len, bare.buffer_size, bare.block_size
-                ),
+                spec,
+                driver.prompt_tail(bare.needs, spec, batch.prompt, batch.prompt_len),
                 batch.prompt_len,
                 batch.limit,
-                bare.buffer_size,
-                bare.block_size,
                 given=given,
             ),
         )

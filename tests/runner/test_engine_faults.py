@@ -374,9 +374,9 @@ OUT = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1073741824 byt
 
 def test_a_pool_that_cannot_be_made_says_what_to_lower():
     no_room = mock.Mock(side_effect=jax.errors.JaxRuntimeError(OUT))
-    no_room.eval_shape = programs.make_state.eval_shape
+    no_room.eval_shape = programs.make_state(None).eval_shape
     with (
-        mock.patch.object(programs, "make_state_at", return_value=no_room),
+        mock.patch.object(programs, "make_state", return_value=no_room),
         pytest.raises(DeviceFailure, match=r"^[^\n]*memory[^\n]*lower [^\n]*$"),
     ):
         toy.make_device("multi_bd")

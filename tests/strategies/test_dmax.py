@@ -353,7 +353,7 @@ def decode_watched(
     spec = SlotSpec(
         len(requests), buffer_size, block_size, VOCAB, 0, mask_of(block_size), jnp.float32
     )
-    carry = driver.broadcast_carry(bare.init(spec), len(requests), buffer_size, block_size)
+    carry = driver.broadcast_carry(bare.init(spec), spec)
     state = state.replace(carry=carry)
     token = jnp.asarray(np.stack([case.token for case in requests]))
     prob = jnp.asarray(np.stack([case.prob for case in requests]))
@@ -481,8 +481,9 @@ def carried(shape: tuple[int, int, int], num_ids: int) -> DecodeState:
     limits: dict[str, Any] = {"max_tokens": 8, "eos_ids": ()}
     case = Case([1], np.zeros((1, 1)), np.zeros((1, 1)), limits)
     state = batch_state(strategy, [case] * B, jax.random.split(jax.random.key(0), B), {})
-    leaves = token_merge.init(SlotSpec(B, K, S, 8, 0, M_ID, jnp.float32), num_ids)
-    return state.replace(carry=driver.broadcast_carry(Carry(tokens=leaves), B, K, S))
+    spec = SlotSpec(B, K, S, 8, 0, M_ID, jnp.float32)
+    leaves = token_merge.init(spec, num_ids)
+    return state.replace(carry=driver.broadcast_carry(Carry(tokens=leaves), spec))
 
 
 def test_remember_replaces_and_clears_where_it_may() -> None:
@@ -507,9 +508,8 @@ def test_remember_replaces_and_clears_where_it_may() -> None:
     )
     # They slide with the window, and a new cell has none.
     info = step_info(4)
-    fresh = driver.broadcast_carry(
-        Carry(tokens=token_merge.init(SlotSpec(2, 2, 4, 8, 0, M_ID, jnp.float32), 3)), 2, 2, 4
-    )
+    spec = SlotSpec(2, 2, 4, 8, 0, M_ID, jnp.float32)
+    fresh = driver.broadcast_carry(Carry(tokens=token_merge.init(spec, 3)), spec)
     slid = token_merge.recall(jax.jit(driver.slide)(first, info, fresh))
     np.testing.assert_array_equal(slid.ids[:, 0], kept.ids[:, 1])
     np.testing.assert_array_equal(slid.on[:, 0], kept.on[:, 1])
@@ -575,7 +575,7 @@ def test_a_drawn_token_is_written_and_the_likeliest_is_blended(
     state = batch_state(bare, [case], jax.random.split(jax.random.key(0), 1), knobs)
     spec = SlotSpec(1, 1, 4, 8, 0, M_ID, jnp.float32)
     state = state.replace(
-        carry=driver.broadcast_carry(bare.init(spec), 1, 1, 4),
+        carry=driver.broadcast_carry(bare.init(spec), spec),
         sampling=state.sampling.replace(temperature=jnp.ones(1)),
     )
     state, _ = drawing_step(bare, state)

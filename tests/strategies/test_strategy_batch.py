@@ -82,15 +82,10 @@ def batch_state(strategy: Any, cases: list[Case], keys: Any, knobs: dict[str, An
     limit = jnp.asarray([case.limit for case in cases], jnp.int32)
     max_nfe = [case.limits.get("max_nfe") or NO_LIMIT for case in cases]
     none = jnp.zeros((slots,), jnp.int32)
+    spec = SlotSpec(slots, K, S, 0, 0, -1, jnp.float32)
+    tail = driver.prompt_tail(strategy.needs, spec, jnp.asarray(prompt), prompt_len)
     return DecodeState(
-        buffer=driver.admit_window(
-            strategy.needs,
-            driver.prompt_tail(strategy.needs, jnp.asarray(prompt), prompt_len, K, S),
-            prompt_len,
-            limit,
-            K,
-            S,
-        ),
+        buffer=driver.admit_window(strategy.needs, spec, tail, prompt_len, limit),
         sampling=Sampling(jnp.zeros((slots,)), none, jnp.ones((slots,))),
         limits=Limits(
             stop_ids=jnp.asarray(stops),

@@ -97,7 +97,9 @@ def _requests(strategy, seed):
     spare = np.where(rng.random(COUNT) < 0.5, 0, rng.integers(0, 3 * S, COUNT))
     limit = np.minimum(prompt_len + np.maximum(shortest, 1) + spare, end).astype(np.int32)
     tail = rng.integers(0, VOCAB, (COUNT, K * S)).astype(np.int32)
-    buffer = driver.admit_window(strategy.needs, *map(jnp.asarray, (tail, prompt_len, limit)), K, S)
+    spec = random_requests.slot_spec(strategy, COUNT)
+    given = map(jnp.asarray, (tail, prompt_len, limit))
+    buffer = driver.admit_window(strategy.needs, spec, *given)
     stops = jnp.asarray(np.tile(np.array([STOP_ID, -1], np.int32), (COUNT, 1)))
     rows = [grammars.padded(grammars.ready(toy, VOCAB), SIZES) for toy in toys]
     start = jnp.full((COUNT,), 1, jnp.int32)
