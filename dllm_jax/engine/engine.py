@@ -11,7 +11,7 @@ overwrite what the device still writes for it.
 import contextlib
 import dataclasses
 import time
-from collections import Counter, abc, deque
+from collections import abc, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -85,7 +85,7 @@ class Engine:
         self._num_deadlines = self._num_sequences = 0
         self._step_s = 0.0
         self._last_fetch_s: float | None = None
-        self._counts: Counter[str] = Counter()
+        self._counts = Stats()
 
     # --- what users call ------------------------------------------------------------------------
 
@@ -115,11 +115,11 @@ class Engine:
             self._seed,
         )
         self._is_torn = True
-        self._counts["num_requests"] += 1
+        self._counts.num_requests += 1
         self._num_sequences += len(active.sequences)
         self._requests[active.id] = active
         self._num_deadlines += active.deadline_s is not None
-        self._counts["prompt_tokens"] += len(active.sequences[0].prompt)
+        self._counts.prompt_tokens += len(active.sequences[0].prompt)
         for sequence in active.sequences:
             self.scheduler.add(sequence)
         self._is_torn = False
@@ -155,7 +155,7 @@ class Engine:
 
     def id_of(self, request: Request) -> str:
         """The id that a request has, or gets if it is added next."""
-        number = self._counts["num_requests"]
+        number = self._counts.num_requests
         return str(number) if request.request_id is None else request.request_id
 
     def abort(self, request_id: str) -> bool:
@@ -201,25 +201,21 @@ class Engine:
         """Current values, and counts since the engine was made."""
         pool, counts, drafted = self.scheduler.pool, self._counts, self.drafted
         running = [s for r in self._requests.values() for s in r.sequences if s.stage != DONE]
-        return Stats(
+        return dataclasses.replace(
+            counts,
             num_running=len(self.scheduler.live),
             num_waiting=self.scheduler.num_waiting,
             num_pages=pool.num_pages,
             num_pages_held=pool.num_held,
             num_chunks_in_flight=sum(len(round_.chunks) for round_ in list(self._rounds)),
-            num_requests=counts["num_requests"],
-            num_finished=counts["num_finished"],
-            num_steps=counts["num_steps"],
             num_preemptions=self.scheduler.num_preemptions,
-            num_failures=counts["num_failures"],
             num_faults=self.faults.count,
             num_late_compiles=self.runner.num_late_compiles,
             num_programs=self.runner.num_programs,
             num_compiled=self.runner.num_compiled,
-            prompt_tokens=counts["prompt_tokens"],
-            generated_tokens=counts["generated_tokens"]
+            generated_tokens=counts.generated_tokens
             + sum(s.placement.num_written(len(s.tokens)) for s in running),
-            nfe=counts["nfe"] + sum(s.nfe for s in running),
+            nfe=counts.nfe + sum(s.nfe for s in running),
             prefix_queries=pool.queries,
             prefix_hits=pool.hits,
             prefix_evictions=pool.evictions,
@@ -366,7 +362,7 @@ class Engine:
             fetched = self.runner.fetch(chunk.handle)
             steps = max(steps, fetched.steps)
             self._read(chunk, fetched)
-        self._counts["num_steps"] += steps
+        self._counts.num_steps += steps
         now = self._clock()
         if steps and self._last_fetch_s is not None:
             newest = (now - self._last_fetch_s) / steps
@@ -477,8 +473,8 @@ class Engine:
             sequence.tail = fetch.behind_text(row, len(sequence.tokens))
         sequence.drafted, sequence.saved = sequence.draft_metrics(), None
         self.drafted = DraftMetrics.together((self.drafted, sequence.drafted))
-        self._counts["generated_tokens"] += sequence.placement.num_written(len(sequence.tokens))
-        self._counts["nfe"] += sequence.nfe
+        self._counts.generated_tokens += sequence.placement.num_written(len(sequence.tokens))
+        self._counts.nfe += sequence.nfe
         self._moved.append(sequence.owner)
 
     def _abort_late(self) -> None:
@@ -502,7 +498,7 @@ class Engine:
         one that needs a program which cannot be compiled. Where what a fetch left on the device is
         lost too, the text starts over and comes to the same tokens.
         """
-        self._counts["num_failures"] += 1
+        self._counts.num_failures += 1
         self._drop_rounds()
         lost = list(self.scheduler.live)
         for sequence in lost:
@@ -549,7 +545,7 @@ class Engine:
         for request_id in reported & self._requests.keys():
             del self._requests[request_id]
         every = list(self._requests.values())
-        self._counts["num_finished"] = self._counts["num_requests"] - len(every)
+        self._counts.num_finished = self._counts.num_requests - len(every)
         self._num_deadlines = sum(active.deadline_s is not None for active in every)
         left = [s for active in every for s in active.sequences if s.finish_reason is None]
         for sequence in left:
@@ -575,7 +571,7 @@ class Engine:
             if self._ready[-1].finished:
                 del self._requests[active.id]
                 self._num_deadlines -= active.deadline_s is not None
-                self._counts["num_finished"] += 1
+                self._counts.num_finished += 1
 
     def _output(self, active: ActiveRequest) -> RequestOutput:
         try:

@@ -3,7 +3,7 @@
 import dataclasses
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Stats:
     """Counts since the engine was made; the first five are current values.
 
@@ -12,26 +12,26 @@ class Stats:
     Draft counts are of texts that ended, as in `requests.DraftMetrics`.
     """
 
-    num_running: int
-    num_waiting: int
-    num_pages: int
-    num_pages_held: int
-    num_chunks_in_flight: int
-    num_requests: int
-    num_finished: int
-    num_steps: int
-    num_preemptions: int
-    num_failures: int
-    num_faults: int
-    num_late_compiles: int
-    num_programs: int
-    num_compiled: int
-    prompt_tokens: int
-    generated_tokens: int
-    nfe: int
-    prefix_queries: int
-    prefix_hits: int
-    prefix_evictions: int
-    draft_rounds: int
-    draft_tokens_proposed: int
-    draft_tokens_accepted: int
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages: int = 0
+    num_pages_held: int = 0
+    num_chunks_in_flight: int = 0
+    num_requests: int = 0
+    num_finished: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_failures: int = 0
+    num_faults: int = 0
+    num_late_compiles: int = 0
+    num_programs: int = 0
+    num_compiled: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    nfe: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prefix_evictions: int = 0
+    draft_rounds: int = 0
+    draft_tokens_proposed: int = 0
+    draft_tokens_accepted: int = 0
