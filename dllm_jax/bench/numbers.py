@@ -20,7 +20,7 @@ from dllm_jax.bench.workload import Work
 from dllm_jax.engine.requests import DraftMetrics, RequestOutput
 from dllm_jax.loading import jax_settings
 from dllm_jax.strategies import DFlash
-from dllm_jax.strategies.core.protocol import knob_ranges
+from dllm_jax.strategies.core.knobs import knob_rules
 from dllm_jax.tasks.problems import is_correct
 
 BARE_STEPS, BARE_REPEATS = 24, 3
@@ -200,7 +200,7 @@ def setting(llm: Any) -> dict[str, Any]:
         "quantized_head": model.has_quantized_head,
         "mode": "adaptive" if tokens_a_step(strategy) is None else "fixed",
         "strategy": type(strategy).__name__,
-        "thresholds": {name: float(getattr(strategy, name)) for name in knob_ranges(strategy)},
+        "thresholds": {name: float(getattr(strategy, name)) for name in knob_rules(strategy)},
         "tokens_per_step": tokens_a_step(strategy),
         "block_size": layout.block_size,
         "buffer_size": strategy.buffer_size,

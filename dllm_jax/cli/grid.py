@@ -73,12 +73,12 @@ def settings_of(
         UsageError: A knob that is named twice, that no strategy has or with a value out of range,
             or too many settings.
     """
-    from dllm_jax.strategies.core.protocol import check_knobs, knob_ranges
+    from dllm_jax.strategies.core.knobs import check_knobs, knob_rules
 
     names = [name for name, _ in grid]
     if len(set(names)) < len(names):
         raise UsageError("--grid names a threshold twice; list all its values once")
-    has = {label: knob_ranges(one) for label, one in strategies.items() if label not in but}
+    has = {label: knob_rules(one) for label, one in strategies.items() if label not in but}
     for name in names:
         lacking = [label for label, knobs in has.items() if name not in knobs]
         if len(lacking) == len(has):

@@ -216,14 +216,14 @@ def settable(strategy: Any) -> tuple[str, ...]:
 
 def describe_fields(strategy: Any, about: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Each settable field: its default, range in words, and what `about` says of it."""
-    from dllm_jax.strategies.core.protocol import knob_ranges
+    from dllm_jax.strategies.core.knobs import knob_rules
 
-    knobs, kinds = knob_ranges(strategy), _kinds(strategy)
+    knobs, kinds = knob_rules(strategy), _kinds(strategy)
     described = {}
     for name in settable(strategy):
         default, range_ = getattr(strategy, name), None
         if name in knobs:
-            low, high = knobs[name]
+            low, high = knobs[name][:2]
             range_ = f"a number in [{low:g}, {high:g}]"
             if math.isinf(high):
                 range_ = f"a number from {low:g} up"
@@ -254,9 +254,9 @@ def check_fields(strategy: Any, fields: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UsageError: One would fail on the device, or be ignored: `needs=3`, `accept_threshold=high`.
     """
-    from dllm_jax.strategies.core.protocol import knob_ranges
+    from dllm_jax.strategies.core.knobs import knob_rules
 
-    knobs = knob_ranges(strategy)
+    knobs = knob_rules(strategy)
     kinds = _kinds(strategy)
     read = {name: _read(value, kinds.get(name, Any)) for name, value in fields.items()}
     for name, value in fields.items():

@@ -14,6 +14,8 @@ from dllm_jax.engine import checks
 # How the rows of a prefill pass see each other: their block and those before it, tokens up to their
 # own, or every row. Text after a prompt of kind "full" is recomputed as "blocks".
 PassKind = Literal["blocks", "causal", "full"]
+# The fields of `core.knobs.Rule`: low, high, whole, up_to.
+KnobRule = tuple[float, float, bool, str | None]
 
 NO_LIMIT = 2**31 - 1
 PAGE_SIZE = 64  # tokens; one tile of 64 x 128 keys is 16 KB
@@ -119,9 +121,8 @@ class EngineLayout:
         prefix_caching: Reuse pages across requests.
         salt: What keys and values depend on besides the tokens: model, adapter, mask, block size.
         vocab_size, mask_id, stop_token_ids, unread_token_ids: Of the model.
-        knobs: The strategy's thresholds, with the range of each.
-        whole_knobs: Those that are whole numbers.
-        ordered_knobs: Those bounded by another: the knob, and the one it must not exceed.
+        knobs: The strategy's thresholds, with the rule of each.
+        knob_values: Those of a request that sets none.
         stuck_text: Why a request ended whose strategy changes nothing; `{}` is the position.
         slot_buckets, page_buckets, prefill_buckets: Compiled sizes, ascending; the last ones
             cover every slot, every page of a request, and (full modes) every prompt.
@@ -155,10 +156,8 @@ class EngineLayout:
     mask_id: int = -1
     stop_token_ids: tuple[int, ...] = ()
     unread_token_ids: tuple[int, ...] = ()
-    knobs: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    knobs: Mapping[str, KnobRule] = dataclasses.field(default_factory=dict)
     knob_values: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    whole_knobs: frozenset[str] = frozenset()
-    ordered_knobs: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stuck_text: str = "the strategy changed nothing in the block at position {}"
     slot_buckets: tuple[int, ...]
     page_buckets: tuple[int, ...]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from dllm_jax.engine import checks
 from dllm_jax.engine.checks import MOST, Refused
-from dllm_jax.engine.layout import HOLE, EngineLayout
+from dllm_jax.engine.layout import HOLE, EngineLayout, KnobRule
 
 STOP_WIDTH = 32  # stop ids of a request, including the model's own
 
@@ -219,8 +219,7 @@ def check(
     """
     ids = [*request.prompt_token_ids, *(i for i in request.suffix_token_ids if i != HOLE)]
     check_ids("the prompt", ids, layout.vocab_size, layout.unread_token_ids)
-    check_thresholds(request.params.strategy_overrides, layout.knobs)
-    _check_together(request.params.strategy_overrides, layout)
+    check_thresholds(request.params.strategy_overrides, layout.knobs, layout.knob_values)
     for is_broken, field, message, *code in _rows(request, layout, stop_ids, has_tokenizer):
         if is_broken:
             raise Refused(message, field, *code)
@@ -248,39 +247,34 @@ def check_ids(name: str, ids: Sequence[int], vocab_size: int, unread: Collection
         )
 
 
-def check_thresholds(given: Mapping[str, float], ranges: Mapping[str, tuple[float, float]]) -> None:
+def check_thresholds(
+    given: Mapping[str, float], rules: Mapping[str, KnobRule], values: Mapping[str, float]
+) -> None:
     """Refuse thresholds that the strategy does not have, or not with these values.
 
     Args:
-        ranges: Lowest and highest value of each threshold.
+        rules: Of each threshold, as `EngineLayout.knobs`; `values` are those of the others.
 
     Raises:
         Refused: There is one.
     """
     for name, value in given.items():
         field = f"strategy_overrides.{name}"
-        if name not in ranges:
-            known = ", ".join(sorted(ranges)) or "none"
+        if name not in rules:
+            known = ", ".join(sorted(rules)) or "none"
             raise Refused(
                 f"strategy_overrides: the strategy has no threshold {checks.short_repr(name)}; "
                 f"it has {known}",
                 field,
             )
-        low, high = ranges[name]
+        low, high, whole, _ = rules[name]
         if not low <= value <= high:
             raise Refused(f"{name}={value} is outside [{low}, {high}]; choose one inside", field)
-
-
-def _check_together(given: Mapping[str, float], layout: EngineLayout) -> None:
-    """Refuse thresholds that are to be whole, or do not go with the others."""
-    for name, value in given.items():
-        if name in layout.whole_knobs and value % 1:
-            raise Refused(
-                f"{name}={value} is not a whole number; round it", f"strategy_overrides.{name}"
-            )
-    values = dict(layout.knob_values, **given)
-    for low, high in layout.ordered_knobs.items():
-        if values[low] > values[high]:
+        if whole and value % 1:
+            raise Refused(f"{name}={value} is not a whole number; round it", field)
+    values = dict(values, **given)
+    for low, (*_, high) in rules.items():
+        if high is not None and values[low] > values[high]:
             raise Refused(
                 f"{low}={values[low]} is above {high}={values[high]}; lower {low} or raise {high}",
                 f"strategy_overrides.{low if low in given else high}",

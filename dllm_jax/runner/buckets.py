@@ -21,13 +21,8 @@ from dllm_jax.loading.model import Model
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.quantization import is_quantized
 from dllm_jax.strategies.core import driver
+from dllm_jax.strategies.core.knobs import knob_rules, split_knobs
 from dllm_jax.strategies.core.needs import PromptMode
-from dllm_jax.strategies.core.protocol import (
-    knob_ranges,
-    ordered_knobs,
-    split_knobs,
-    whole_knobs,
-)
 from dllm_jax.strategies.core.resolve import settings
 
 # Each size is a program to compile. Measured on a ragged load (docs/adr/0034): six sizes
@@ -106,10 +101,8 @@ def make_layout(
         mask_id=cfg.mask_token_id,
         stop_token_ids=tuple(model.defaults.stop_token_ids),
         unread_token_ids=model.defaults.unread_token_ids,
-        knobs=knob_ranges(strategy),
+        knobs=knob_rules(strategy),
         knob_values={name: float(value) for name, value in knobs.items()},
-        whole_knobs=whole_knobs(strategy),
-        ordered_knobs=ordered_knobs(strategy),
         stuck_text=driver.stuck_text(strategy, "{}"),
         slot_buckets=_buckets(slots, config.max_num_seqs),
         page_buckets=_buckets(widths, columns),

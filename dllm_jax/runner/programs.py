@@ -27,7 +27,7 @@ from dllm_jax.runner import packing
 from dllm_jax.runner.forward import ModelForward
 from dllm_jax.runner.grammars import Sizes
 from dllm_jax.strategies.core import driver
-from dllm_jax.strategies.core.knobs import knob_ranges
+from dllm_jax.strategies.core.knobs import knob_rules
 from dllm_jax.strategies.core.protocol import SlotSpec, Strategy
 from dllm_jax.strategies.core.recording import nothing_written
 from dllm_jax.strategies.core.state import EMPTY, ERROR, RUNNING, DecodeState, Limits, Sampling
@@ -55,7 +55,7 @@ class Programs(struct.PyTreeNode):
     @property
     def knobs(self) -> tuple[str, ...]:
         """Names of the strategy's thresholds, sorted."""
-        return tuple(sorted(knob_ranges(self.strategy)))
+        return tuple(sorted(knob_rules(self.strategy)))
 
     @property
     def request_fields(self) -> packing.Fields:

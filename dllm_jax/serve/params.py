@@ -27,8 +27,9 @@ def params_of(
     if tools is not None and (tools.tools or tools.budget is not None):
         held = {"tools": tools.fields}
     try:
-        ranges = {name: (low, high) for name, (_, low, high) in facts.thresholds.items()}
-        check_thresholds(overrides, ranges)
+        values = {name: value for name, (value, _) in facts.thresholds.items()}
+        rules = {name: rule for name, (_, rule) in facts.thresholds.items()}
+        check_thresholds(overrides, rules, values)
     except Refused as error:
         raise Refusal(str(error), param=error.param) from None
     top_p = body.top_p

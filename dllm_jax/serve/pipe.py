@@ -114,7 +114,7 @@ class Facts(msgspec.Struct):
     Attributes:
         chat_template: In the place of the tokenizer's; None: its own.
         tokenizer_folder: Where the tokenizer's files are; None for a model without one.
-        thresholds: Knobs of the strategy: value, lowest, highest.
+        thresholds: Knobs of the strategy: value, and lowest, highest, whole, up to which other.
         infill: `suffix` can be filled in.
         causal: Decoded token by token: no forward is a denoising step.
         sampling: Of requests that name none.
@@ -128,7 +128,7 @@ class Facts(msgspec.Struct):
     strategy: str
     block_size: int
     window: int
-    thresholds: dict[str, tuple[float, float, float]]
+    thresholds: dict[str, tuple[float, tuple[float, float, bool, str | None]]]
     max_model_len: int
     vocab_size: int
     mask_token_id: int

@@ -33,7 +33,7 @@ def _entry(service: Service) -> dict[str, Any]:
     facts, text = service.ready()
     thresholds = {
         name: {"value": value, "low": low, "high": high}
-        for name, (value, low, high) in facts.thresholds.items()
+        for name, (value, (low, high, *_)) in facts.thresholds.items()
     }
     return {
         "id": service.config.model,

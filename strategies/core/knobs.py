@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +96,20 @@ def _scalar(threshold: Any) -> Any:
     return threshold
 
 
+class Rule(NamedTuple):
+    """What a knob may be: a number in [low, high].
+
+    Attributes:
+        whole: Only whole numbers are legal.
+        up_to: Name of another knob, whose value this one must not exceed.
+    """
+
+    low: float
+    high: float
+    whole: bool = False
+    up_to: str | None = None
+
+
 def knob(
     default: float,
     low: float = 0.0,
@@ -107,34 +121,15 @@ def knob(
 
     Args:
         default: Its value when it is not set.
-        low: Smallest legal value.
-        high: Largest legal value.
-        whole: Only whole numbers are legal.
-        up_to: Name of another knob, whose value this one must not exceed.
+        low, high, whole, up_to: As of `Rule`.
     """
-    metadata = {"knob": (low, high), "whole": whole, "up_to": up_to}
-    return struct.field(default=default, metadata=metadata)
+    return struct.field(default=default, metadata={"knob": Rule(low, high, whole, up_to)})
 
 
-def knob_ranges(strategy: Any) -> dict[str, tuple[float, float]]:
-    """Names of a strategy's knobs and their legal ranges."""
-    return {
-        field.name: field.metadata["knob"]
-        for field in dataclasses.fields(strategy)
-        if "knob" in field.metadata
-    }
-
-
-def whole_knobs(strategy: Any) -> frozenset[str]:
-    """Names of a strategy's knobs that are whole numbers."""
+def knob_rules(strategy: Any) -> dict[str, Rule]:
+    """The rules of a strategy's knobs, by name."""
     fields = dataclasses.fields(strategy)
-    return frozenset(field.name for field in fields if field.metadata.get("whole"))
-
-
-def ordered_knobs(strategy: Any) -> dict[str, str]:
-    """Knobs that are bounded by another: the knob, and the one that it must not exceed."""
-    fields = dataclasses.fields(strategy)
-    return {f.name: f.metadata["up_to"] for f in fields if f.metadata.get("up_to")}
+    return {f.name: f.metadata["knob"] for f in fields if "knob" in f.metadata}
 
 
 def split_knobs(strategy: Any) -> tuple[Any, dict[str, Any]]:
@@ -145,20 +140,19 @@ def split_knobs(strategy: Any) -> tuple[Any, dict[str, Any]]:
     Raises:
         ValueError: A value is no number, or outside its range.
     """
-    ranges = knob_ranges(strategy)
     check_knobs(strategy)
-    values = {name: getattr(strategy, name) for name in ranges}
-    return strategy.replace(**dict.fromkeys(ranges)), values
+    values = {name: getattr(strategy, name) for name in knob_rules(strategy)}
+    return strategy.replace(**dict.fromkeys(values)), values
 
 
-def check_knob(strategy: Any, name: str, value: Any) -> None:
-    """Raise ValueError unless knob `name` may have `value`.
+def check_knob(name: str, value: Any, rule: Rule) -> None:
+    """Raise ValueError unless knob `name` may have `value`, other knobs aside.
 
     Arrays and tracers, of one value a slot or a run, are known by their dtype alone.
     """
     if value is None or isinstance(value, PerSlot):  # taken out, or bound
         return
-    low, high = knob_ranges(strategy)[name]
+    low, high, whole, _ = rule
     kind = getattr(value, "dtype", None)
     if kind is not None and not isinstance(value, np.generic):
         if not jnp.issubdtype(kind, np.number):
@@ -173,7 +167,7 @@ def check_knob(strategy: Any, name: str, value: Any) -> None:
         raise ValueError(
             f"{name}={short_repr(value)} is outside [{low}, {high}]; choose a value inside it"
         )
-    if name in whole_knobs(strategy) and number % 1:
+    if whole and number % 1:
         raise ValueError(f"{name}={short_repr(value)} is not a whole number; round it")
 
 
@@ -183,14 +177,16 @@ def check_knobs(strategy: Any, values: Mapping[str, Any] | None = None) -> None:
     Args:
         values: By name, in place of the strategy's own.
     """
-    own = {name: getattr(strategy, name) for name in knob_ranges(strategy)} | dict(values or {})
-    for name, value in own.items():
-        check_knob(strategy, name, value)
-    for low, high in ordered_knobs(strategy).items():
+    rules = knob_rules(strategy)
+    own = {name: getattr(strategy, name) for name in rules} | dict(values or {})
+    for low, rule in rules.items():
+        value, high = own[low], rule.up_to
+        check_knob(low, value, rule)
+        if high is None:
+            continue
         if high not in own:
-            known = ", ".join(knob_ranges(strategy))
-            raise ValueError(f"up_to={high!r} of {low} names no knob; use one of {known}")
-        value, most = own[low], own[high]
+            raise ValueError(f"up_to={high!r} of {low} names no knob; use one of {', '.join(own)}")
+        most = own[high]
         # Of arrays, one value a slot or a run, the values are not known.
         if isinstance(value, Real) and isinstance(most, Real) and value > most:
             raise ValueError(f"{low}={value} is above {high}={most}; lower {low} or raise {high}")
@@ -198,4 +194,4 @@ def check_knobs(strategy: Any, values: Mapping[str, Any] | None = None) -> None:
 
 def bind_knobs(strategy: Any, knobs: Mapping[str, Float[Array, " B"]]) -> Any:
     """The strategy with each knob bound to its per-slot values (inside the jit)."""
-    return strategy.replace(**{name: PerSlot(knobs[name]) for name in knob_ranges(strategy)})
+    return strategy.replace(**{name: PerSlot(knobs[name]) for name in knob_rules(strategy)})

@@ -31,10 +31,8 @@ from .knobs import (
     bind_knobs,
     check_knobs,
     knob,
-    knob_ranges,
-    ordered_knobs,
+    knob_rules,
     split_knobs,
-    whole_knobs,
 )
 from .needs import Needs
 from .state import Carry, DecodeState, StepInfo
@@ -60,10 +58,8 @@ __all__ = [
     "bind_knobs",
     "check_knobs",
     "knob",
-    "knob_ranges",
-    "ordered_knobs",
+    "knob_rules",
     "split_knobs",
-    "whole_knobs",
 ]
 
 PATIENCE = 64  # the least default of `Strategy.patience`, in steps

@@ -17,7 +17,7 @@ from flax import struct
 
 from .checks import short_repr
 from .errors import described
-from .knobs import check_knob, knob_ranges
+from .knobs import check_knob, knob_rules
 from .needs import Needs
 from .protocol import InitFunction, SlotSpec, StepFunction, Strategy
 from .state import Carry
@@ -210,13 +210,13 @@ def _foreign(error: Exception) -> str | None:
 
 def _override(strategy: Any, overrides: dict[str, Any]) -> Any:
     names = settings(strategy)
-    ranges = knob_ranges(strategy)
+    rules = knob_rules(strategy)
     for name, value in overrides.items():
         if name not in names:
             raise ValueError(
                 f"{name}={short_repr(value)}: {type(strategy).__name__} has no such field to set; "
                 f"its fields are {', '.join(names)}"
             )
-        if name in ranges:
-            check_knob(strategy, name, value)
+        if name in rules:
+            check_knob(name, value, rules[name])
     return strategy.replace(**overrides) if overrides else strategy

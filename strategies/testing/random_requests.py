@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from ..core import driver
-from ..core.protocol import PrefillChunk, knob_ranges, ordered_knobs, split_knobs, whole_knobs
+from ..core.protocol import PrefillChunk, knob_rules, split_knobs
 from ..core.state import (
     ACTIVE,
     DUMMY,
@@ -43,12 +43,12 @@ def check(strategy: Any, knobs: Mapping[str, Sequence[float]], num_slots: int, s
     """
     if num_slots < 2 or seed < 0:
         raise ValueError(f"{num_slots=} must be at least 2 and {seed=} at least 0; raise it")
-    ranges = knob_ranges(strategy)
+    rules = knob_rules(strategy)
     for name, values in knobs.items():
-        if name not in ranges:
-            known = ", ".join(sorted(ranges)) or "none"
+        if name not in rules:
+            known = ", ".join(sorted(rules)) or "none"
             raise ValueError(f"knobs: the strategy has no knob {name!r}; it has {known}")
-        low, high = ranges[name]
+        low, high = rules[name][:2]
         if not len(values) or not all(low <= value <= high for value in values):
             raise ValueError(
                 f"knobs: {name}={list(values)} must be values in [{low}, {high}]; give at least one"
@@ -180,15 +180,16 @@ def _draw_knobs(
     rng: np.random.Generator, strategy: Any, count: int, given: Mapping[str, Sequence[float]]
 ) -> dict[str, Any]:
     """Values of each knob's range a request: its default, its ends, and what lies between."""
-    drawn = {}
-    for name, (low, high) in knob_ranges(strategy).items():
+    drawn, rules = {}, knob_rules(strategy)
+    for name, (low, high, whole, _) in rules.items():
         values = {getattr(strategy, name), low, *_KNOBS, min(high, 2 * max(_KNOBS))}
         legal = sorted(value for value in values if low <= value <= high)
-        if name in whole_knobs(strategy):
+        if whole:
             legal = [value for value in legal if value % 1 == 0]
         drawn[name] = _float32(rng.choice(given.get(name, legal), count))
-    for low, high in ordered_knobs(strategy).items():
-        drawn[low] = np.minimum(drawn[low], drawn[high])
+    for name, rule in rules.items():
+        if rule.up_to is not None:
+            drawn[name] = np.minimum(drawn[name], drawn[rule.up_to])
     return drawn
 
 

@@ -32,7 +32,7 @@ def make_layout(host: ModuleType, **changed: Any) -> Any:
         "salt": b"model",
         "vocab_size": 100,
         "stop_token_ids": (1,),
-        "knobs": {"accept_threshold": (0.0, 1.0)},
+        "knobs": {"accept_threshold": (0.0, 1.0, False, None)},
         "knob_values": {"accept_threshold": 0.9},
         "slot_buckets": (1, 3),
         "page_buckets": (2, 6, 11),
@@ -745,8 +745,8 @@ def test_bounds_belong_to_their_ranges(host: ModuleType) -> None:
 def test_a_threshold_above_another_is_refused(host: ModuleType) -> None:
     """Both of the request, or one besides the strategy's own."""
     values = {"low": 0.4, "high": 0.8}
-    ranges = dict.fromkeys(values, (0.0, 9.0))
-    books = Books(host, knobs=ranges, knob_values=values, ordered_knobs={"low": "high"})
+    rules = {"low": (0.0, 9.0, False, "high"), "high": (0.0, 9.0, False, None)}
+    books = Books(host, knobs=rules, knob_values=values)
     for given in ({"low": 0.8}, {"high": 0.4}, {"low": 2.0, "high": 3.0}):
         books.accept([5], strategy_overrides=given)
     for given in ({"low": 0.9}, {"high": 0.3}, {"low": 3.0, "high": 2.0}):

@@ -541,7 +541,7 @@ def draw_facts(rng: random.Random, facts_type: Any) -> Any:
         salt=b"fake",
         vocab_size=VOCAB,
         stop_token_ids=(END_ID,),
-        knobs={"threshold": (0.0, 1.0)},
+        knobs={"threshold": (0.0, 1.0, False, None)},
         knob_values={"threshold": 0.5},
         slot_buckets=buckets(rng, num_slots),
         page_buckets=buckets(rng, columns),

@@ -170,7 +170,7 @@ def make(settings, progress):
         strategy="multi_bd",
         block_size=4,
         window=8,
-        thresholds={"accept_threshold": (0.9, 0.0, 1.0)},
+        thresholds={"accept_threshold": (0.9, (0.0, 1.0, False, None))},
         max_model_len=settings.get("max_model_len", 4096),
         vocab_size=768,
         mask_token_id=1,

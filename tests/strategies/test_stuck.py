@@ -14,7 +14,7 @@ import dllm_jax as dj
 from dllm_jax import strategies
 from dllm_jax.strategies import as_strategy
 from dllm_jax.strategies.core import blocks, driver, sampling
-from dllm_jax.strategies.core.protocol import PATIENCE, bind_knobs, knob_ranges
+from dllm_jax.strategies.core.protocol import PATIENCE, bind_knobs, knob_rules
 from dllm_jax.strategies.core.state import FINISH_REASONS, STUCK
 from dllm_jax.strategies.testing.script import run_script
 
@@ -103,7 +103,7 @@ def test_a_schedule_of_many_forwards_is_waited_for(rule):
 
 def test_a_canvas_may_take_all_of_its_schedule():
     strategy = strategies.DiffusionGemma()
-    given = {name: jnp.asarray([300.0, 4000.0]) for name in knob_ranges(strategy)}
+    given = {name: jnp.asarray([300.0, 4000.0]) for name in knob_rules(strategy)}
     assert bind_knobs(strategy, given).patience(512).tolist() == [2 * 512, 4002]
 
 

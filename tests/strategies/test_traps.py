@@ -19,7 +19,7 @@ import pytest
 
 from dllm_jax import strategies
 from dllm_jax.strategies import load_strategy
-from dllm_jax.strategies.core.protocol import knob_ranges, ordered_knobs, whole_knobs
+from dllm_jax.strategies.core.protocol import knob_rules
 from tests.contract import engine as toy
 from tests.contract import models
 from tests.contract.cases import case
@@ -63,9 +63,10 @@ def test_strategies_that_rewrite_nothing_have_no_stability(name: str) -> None:
 def test_thresholds_given_in_part_leave_the_others(name: str) -> None:
     """Trap 29: the reference wants all of them or none."""
     plain = load_strategy(name)
-    for knob in knob_ranges(plain):
-        is_large = knob in {*whole_knobs(plain), *ordered_knobs(plain).values()}
-        value = 2.0 if is_large else 0.25
+    rules = knob_rules(plain)
+    bounds = {rule.up_to for rule in rules.values()}
+    for knob, rule in rules.items():
+        value = 2.0 if rule.whole or knob in bounds else 0.25
         changed = load_strategy(name, **{knob: value})
         assert getattr(changed, knob) == value
         assert changed.replace(**{knob: getattr(plain, knob)}) == plain

@@ -86,10 +86,7 @@ def facts_of(llm: Any) -> Facts:
         strategy=name,
         block_size=layout.block_size,
         window=layout.window,
-        thresholds={
-            name: (float(layout.knob_values[name]), float(low), float(high))
-            for name, (low, high) in layout.knobs.items()
-        },
+        thresholds={name: (layout.knob_values[name], rule) for name, rule in layout.knobs.items()},
         max_model_len=min(layout.max_model_len, layout.window)
         if layout.in_window
         else layout.max_model_len,
