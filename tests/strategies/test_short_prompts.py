@@ -61,7 +61,7 @@ class Dispatched:
         self.device.flush()
         rows = call.args[0]
         if call.key[0] == "prefill":
-            count, width = call.static["num_rows"], call.static["width"]
+            _, count, width, *_ = call.key
             rows = rows[: count * width].reshape(count, width)
         some = call.key[0] in ("admit", "prefill")
         self.names.append((call.key[0], rows[:, 0].tolist() if some else []))
@@ -129,7 +129,7 @@ def test_small_pieces_wait_for_more_and_nothing_passes_them():
 
 def test_who_waits_does_not_wait_for_more():
     ran = Dispatched()
-    for wait in (ran.device.join, lambda handle: ran.device.fetch(mock.Mock(words=handle))):
+    for wait in (ran.device.join, ran.device.fetch):
         (handle,) = ran.prefill(0)
         waits = mock.patch.object(Future, "result", side_effect=ZeroDivisionError)
         with waits, pytest.raises(ZeroDivisionError):
