@@ -20,6 +20,7 @@ from dllm_jax.compile import warmup
 from dllm_jax.engine.layout import EngineConfig, Placement
 from dllm_jax.runner import buckets, programs
 from dllm_jax.runner.runner import ModelRunner
+from dllm_jax.runner.state import DeviceState
 from dllm_jax.strategies import AR, MultiBD
 from tests.contract import engine as toy
 from tests.contract import models
@@ -175,16 +176,16 @@ def test_tokens_are_those_of_each_alone(name):
     assert ran.passes == {several: 1 + 3 + 1}
 
     # A pass that fails takes all of its prompts along, and they start over.
-    call, failed = programs.Call.run, []
+    launch, failed = DeviceState._launch, []
 
-    def fails_once(one: programs.Call, compiled: Any, part: Any) -> Any:
+    def fails_once(device: DeviceState, one: programs.Call, *rest: Any) -> Any:
         if one.program is programs.prefill and one.static["num_rows"] == COUNT and not failed:
             failed.append(one)
             raise jax.errors.JaxRuntimeError("no more")
-        return call(one, compiled, part)
+        return launch(device, one, *rest)
 
     engine = toy.make_engine(name, on=made, prefix_caching=False)
-    with mock.patch.object(programs.Call, "run", fails_once):
+    with mock.patch.object(DeviceState, "_launch", fails_once):
         got = run(engine, [wish(request) for request in requests])
     assert ends(got) == truths
     assert (len(failed), engine.stats().num_failures) == (1, 1)
