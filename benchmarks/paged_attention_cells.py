@@ -282,9 +282,9 @@ def forms(drawn, part, only):
             str(tiling),
         )
     if not is_tiny:
-        if part == "tune" and T >= 512:
+        if part == "few" or (part == "tune" and T >= 512):
             found["xla"] = (lambda *_: (), _whole(reference.attention, drawn.mask), "")
-        if H <= 128 and (part == "cells" or T >= 512):
+        if H <= 128 and (part in ("cells", "few") or T >= 512):
             found["cudnn"] = (_seen, _gathered, "gather, then attention")
         if part == "cells" or T >= 512:
             found["cudnn paged"] = (_seen, _paged, "pages, then the fresh keys, merged")
@@ -336,7 +336,7 @@ def _kernel(module, tiling, rules, interpret):
 
 def _whole(function, mask):
     return lambda q, k, v, k_pages, v_pages, table, _: function(
-        q, k, v, k_pages, v_pages, table, mask
+        q, k, v, k_pages, v_pages, table, mask, scale=q.shape[-1] ** -0.5
     )
 
 
@@ -389,8 +389,8 @@ def _paged(q, k, v, k_pages, v_pages, table, prepared):
     return out.astype(q.dtype).swapaxes(1, 2)
 
 
-def loop_of(prepare, call, layers):
-    """So many calls, each over the next layer's pages, its rows dependent on the last result."""
+def loop_of(prepare, call, layers, unrolled=1):
+    """So many turns of a few calls, each over the next layer's pages and the last result's rows."""
 
     def loop(rounds, q, k, v, k_pages, v_pages, tables, mask):
         prepared = prepare(tables[0], mask)
@@ -405,7 +405,12 @@ def loop_of(prepare, call, layers):
             rows += jnp.minimum(table[0, 0], 0).astype(rows.dtype)
             return call(rows, k, v, k_pages, v_pages, table, prepared)
 
-        return jax.lax.fori_loop(0, rounds, one, jnp.zeros_like(q))
+        def turn(i, last):
+            for j in range(unrolled):
+                last = one(i * unrolled + j, last)
+            return last
+
+        return jax.lax.fori_loop(0, rounds, turn, jnp.zeros_like(q))
 
     return loop
 
@@ -433,7 +438,7 @@ def truth(q, k, v, k_pages, v_pages, tables, mask):
     table = jnp.where(table >= 0, own, -1)
     as_32 = [x.astype(jnp.float32) for x in (q, k, v, *pools)]
     with jax.default_matmul_precision("highest"):
-        return reference.attention(*as_32, table, mask)
+        return reference.attention(*as_32, table, mask, scale=q.shape[-1] ** -0.5)
 
 
 def error(out, wanted):

@@ -26,6 +26,7 @@ the floor is bytes at 4.3 TB/s, or the useful products at 790 TFLOP/s.
 import argparse
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import platform
@@ -119,7 +120,8 @@ def check(args, skip):
             got = np.asarray(program(*arguments).astype(jnp.float32))
             as_32 = [x.astype(jnp.float32) for x in arguments[:5]]
             with jax.default_matmul_precision("highest"):
-                wanted = np.asarray(jax.jit(reference.attention)(*as_32, *arguments[5:]))
+                truth = functools.partial(reference.attention, scale=as_32[0].shape[-1] ** -0.5)
+                wanted = np.asarray(jax.jit(truth)(*as_32, *arguments[5:]))
             live = np.asarray(arguments[6].rows_live())
             error = np.abs(got - wanted)[live].max()
             is_zero = bool((got[~live] == 0).all())

@@ -31,7 +31,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dllm_jax.kernels.token_readout import mosaic, reference, triton
-from dllm_jax.kernels.token_readout.result import Part, joined, measured
+from dllm_jax.kernels.token_readout.result import Part, finish, joined
 from dllm_jax.strategies.core.draw import token_stats
 from dllm_jax.strategies.core.protocol import Readout
 from dllm_jax.strategies.core.state import Sampling
@@ -132,7 +132,7 @@ def one_pass(hidden, head):
     one, zero = jnp.ones_like(logits), jnp.zeros_like(logits)
     never = logits == -jnp.inf
     whole = joined(Part(ids, logits, jnp.where(never, 0.0, one), zero))
-    return measured(whole, zero[:, :0], ids[:, :0])[:3]
+    return finish(whole, zero[:, :0], ids[:, :0])[:3]
 
 
 def in_kernel(hidden, head, *, of, tiling, interpret):

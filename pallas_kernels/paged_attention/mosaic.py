@@ -9,8 +9,8 @@ have the same rows and alternate tiles. If there are many blocks, they may be re
 several tiles of rows, and loads the next while it finishes the last (`mosaic_tiling.Tiling`).
 
 Rows come in units of `chunk` adjacent tokens of one query head, one TMA box each. The rows of a
-unit and the fresh keys of a tile are whole swizzle tiles, so the number of rows must be a multiple
-of 16; `api.choose` takes another back end for the rest.
+unit and the fresh keys of a tile are whole swizzle tiles of 8. Of fewer than 8 rows TMA reads zeros
+past the last one and writes nothing there; other numbers of rows are padded.
 
 Source: FlashAttention-2 and -3 (arXiv 2307.08691, 2407.08608), Flash-Decoding for the split.
 """
@@ -26,13 +26,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from .. import hopper
+from ..hopper.operands import BOX
 from ..layer.fp8 import DTYPE as FP8
 from ..layer.fp8 import Fp8Groups
 from ..lowered import lowered_once
 from .mask import WindowMask, facts, within_reach
 from .mosaic_blocks import attend
 from .mosaic_merge import part_transforms
-from .mosaic_tiles import ROWS, loads_of
+from .mosaic_tiles import LINES, ROWS, loads_of, whole_tiles
 from .mosaic_tiling import LEAST_8_BIT, Tiling, check_tiling, choose_tiling, holds_parts
 
 _LEAST = 16  # least inner side of a product of 16-bit numbers
@@ -58,8 +59,8 @@ def unsupported_arguments(q: Array, k_pages: Array, mask: WindowMask) -> str | N
         return f"needs a head size of 64 or 128 for keys in 8 bits, got {H}"
     if k_pages.dtype.itemsize == 1 and Z < LEAST_8_BIT:
         return f"needs a page size of at least {LEAST_8_BIT} for values in 8 bits, got {Z}"
-    if T % _LEAST:
-        return f"needs a number of rows that is a multiple of {_LEAST}, got {T}"
+    if not T:
+        return "needs at least one row"
     if Z & (Z - 1) or Z < _LEAST:
         return f"needs a page size that is a power of two from {_LEAST} up, got {Z}"
     by_bits = [mask.visible] if mask.visible is not None else []
@@ -97,6 +98,10 @@ def attention(
     neither operands in registers nor products that accumulate, so weights go through shared memory
     and products are added separately. All other code is the same as on a GPU.
     """
+    rows = q.shape[1]
+    spare = _spare_rows(rows, k.dtype.itemsize == 1, interpret is not None)
+    if spare:
+        q, k, v = (jnp.pad(x, ((0, 0), (0, spare), (0, 0), (0, 0))) for x in (q, k, v))
     mask, page_table = within_reach(mask, page_table, k_pages.shape[2])
     tiling = choose_tiling(q, k_pages, page_table) if tiling is None else tiling
     bits = None
@@ -104,18 +109,28 @@ def attention(
         place = jnp.arange(mask.visible.shape[-1], dtype=jnp.int32)
         bits = jnp.sum(mask.visible.astype(jnp.int32) << place[None, None], axis=2, dtype=jnp.int32)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    is_quantized = is_quantized and gives_groups(tiling)
+    # Scales of rows are stored in units of `chunk`, so these may not reach past a sequence.
+    is_quantized = is_quantized and gives_groups(tiling) and rows % _LEAST == 0
     settings = {"rules": mask.rules, "scale": scale, "tiling": tiling}
     settings["is_quantized"] = is_quantized
     run = functools.partial(_run, **settings, interpret=interpret)
     # Mosaic kernels have no batching rule, so vmap runs them one after another.
-    return jax.custom_batching.sequential_vmap(run)(
+    out = jax.custom_batching.sequential_vmap(run)(
         (q, k, v),
         (k_pages, v_pages),
         page_table,
         facts(mask, page_table, k_pages.shape[2]),
         {"bits": bits, "kv_scales": kv_scales},
     )
+    return out[:, :rows] if spare else out
+
+
+def _spare_rows(rows: int, is_8_bit: bool, is_interpreted: bool) -> int:
+    """Rows to add, which are not live: their cells are past those of the window."""
+    if is_8_bit:  # fresh values are transposed in boxes, and not by TMA
+        return -rows % BOX
+    # A TMA box may reach past an axis of one swizzle tile; the interpreter's may not.
+    return -rows % LINES if rows > LINES or is_interpreted else 0
 
 
 @lowered_once(static_argnames=("rules", "scale", "is_quantized", "tiling", "interpret"))
@@ -137,8 +152,9 @@ def _run(
     B, T, N, H = q.shape
     G, Z = pools[0].shape[1:3]
     n = N // G
-    chunk = math.gcd(T, ROWS)
-    warpgroups = -(-n * (T // chunk) // (ROWS // chunk))
+    most = whole_tiles(T)
+    chunk = math.gcd(most, ROWS)
+    warpgroups = -(-n * (most // chunk) // (ROWS // chunk))
     keys, splits = tiling.keys, tiling.splits
     is_cluster = splits > 1 and tiling.is_cluster
     shared = tiling.shares_keys or tiling.shares_rows
@@ -162,7 +178,7 @@ def _run(
     outputs = whole if splits == 1 or is_shared else [*whole, *parts] if is_cluster else parts
     swizzled = hopper.swizzled(H, q.dtype)
     of_keys = hopper.swizzled(H, k.dtype)
-    loads = value_loads = loads_of(keys, T, Z)
+    loads = value_loads = loads_of(keys, most, Z)
     values, of_values = (keys, H), of_keys
     if is_8_bit:  # tokens last, page by page
         value_loads, line = keys // min(keys, Z), min(keys, Z)
@@ -246,9 +262,9 @@ def _run(
         return Fp8Groups(*out[:2])
     if outputs is not parts:
         return out[0]
-    rows = _merge(*out).astype(q.dtype)[:, : n * T]
-    rows = rows.reshape(B, G, T // chunk, n, chunk, H)
-    return rows.transpose(0, 2, 4, 1, 3, 5).reshape(B, T, N, H)
+    rows = _merge(*out).astype(q.dtype)[:, : n * most]
+    rows = rows.reshape(B, G, most // chunk, n, chunk, H)
+    return rows.transpose(0, 2, 4, 1, 3, 5).reshape(B, most, N, H)[:, :T]
 
 
 def _merge(out: Float[Array, "X S W R H"], log_mass: Float[Array, "X S W R"]) -> Array:

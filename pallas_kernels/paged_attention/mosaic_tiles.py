@@ -13,6 +13,7 @@ from jaxtyping import Array
 from ..hopper.operands import BOX, turn
 
 ROWS = 64  # rows of a warpgroup's product
+LINES = 8  # rows of a swizzle tile
 FAR = 1 << 29  # beyond every position
 
 
@@ -83,7 +84,7 @@ def work_of(shape, pool, numbers, place, before=None, *, has_bits, rules, tiling
 
     # Unit u is tokens [u // n * chunk, + chunk) of the group's head u % n.
     per_warpgroup = ROWS // chunk
-    units = n * (T // chunk)
+    units = n * (whole_tiles(T) // chunk)
     per_block = tiling.row_groups * per_warpgroup
     is_whole, is_spare = None, None
     if tiling.unsplit_keys:
@@ -101,7 +102,7 @@ def work_of(shape, pool, numbers, place, before=None, *, has_bits, rules, tiling
     least_cell = cell_0 + jax.lax.div(unit_0, whole(n)) * chunk
     most_cell = cell_0 + jax.lax.div(unit_1, whole(n)) * chunk + (chunk - 1)
 
-    # The list of key tiles, as in the Triton form: those of the context, then of the window.
+    # The list of key tiles: those of the context, then those of the window.
     first_live, last_live = jnp.maximum(least_cell, first), jnp.minimum(most_cell, end - 1)
     is_used = first_live <= last_live
     if is_spare is not None:
@@ -222,7 +223,7 @@ def turns_of(work, warpgroup, from_, to):
 def load(work, fresh_keys, pools, table, scratch, tiling):
     """Load the tiles of this work in order, as the loading warpgroup; `drain` must follow."""
     keys, stages = tiling.keys, tiling.stages
-    T, Z = fresh_keys[0].shape[1], pools[0].shape[2]
+    T, Z = whole_tiles(fresh_keys[0].shape[1]), pools[0].shape[2]
     is_8_bit = "q_8" in scratch
 
     def wait_until(name, slot, order):
@@ -310,6 +311,11 @@ def drain(low, high, scratch, tiling):
         if name in scratch:
             body = functools.partial(wait, name=name)
             jax.lax.fori_loop(jnp.maximum(high - tiling.stages, low), high, body, None)
+
+
+def whole_tiles(rows: int) -> int:
+    """The number of rows in whole swizzle tiles."""
+    return -(-rows // LINES) * LINES
 
 
 def whole(x) -> Array:

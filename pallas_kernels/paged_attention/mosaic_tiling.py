@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from ..hopper import MULTIPROCESSORS
 from .mosaic_merge import SWIZZLE
-from .mosaic_tiles import ROWS
+from .mosaic_tiles import ROWS, whole_tiles
 
 ALIKE = (32, 128)  # sequences and rows that `choose_alike` assumes
 LEAST_8_BIT = 32  # least inner side of a product of 8-bit numbers
@@ -108,9 +108,9 @@ def choose_alike(q: Array, k_pages: Array, page_table: Array) -> Tiling:
 
 def warpgroups(q: Array | jax.ShapeDtypeStruct, k_pages: Array) -> int:
     """Tiles of 64 rows of a sequence and a KV head."""
-    T, N = q.shape[1:3]
-    chunk = math.gcd(T, ROWS)
-    return -(-(N // k_pages.shape[1]) * (T // chunk) // (ROWS // chunk))
+    rows, N = whole_tiles(q.shape[1]), q.shape[2]
+    chunk = math.gcd(rows, ROWS)
+    return -(-(N // k_pages.shape[1]) * (rows // chunk) // (ROWS // chunk))
 
 
 def choose_tiling(q: Array | jax.ShapeDtypeStruct, k_pages: Array, page_table: Array) -> Tiling:

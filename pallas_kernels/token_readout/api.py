@@ -31,11 +31,11 @@ Implementation = Literal["xla", "triton", "mosaic"]
 # 240, 256 rows 284 / 375, 1,024 rows 1,098 / 1,310; SDAR-8B 32 rows 316 / 364, 128 rows 368 / 417
 # (benchmarks/results/readout_h200.json).
 TRITON_ROWS = 1024
-# The range of rows in which the kernel for Hopper was measured and was faster. us on an H200,
-# Triton / Mosaic: SDAR-1.7B 128 rows 181 / 165, 256 rows 298 / 246, 1,024 rows 1,106 / 904, 4,096
-# rows 4,357 (four calls) / 3,558; SDAR-8B 128 rows 334 / 309, 1,024 rows 2,064 / 1,775
+# The most rows at which the kernel for Hopper was measured. us on an H200, Triton / Mosaic:
+# SDAR-1.7B 128 rows 181 / 165, 256 rows 298 / 246, 1,024 rows 1,106 / 904, 4,096 rows 4,357 (four
+# calls) / 3,558; SDAR-8B 128 rows 334 / 309, 1,024 rows 2,064 / 1,775
 # (benchmarks/results/readout_mosaic_h200.json).
-FEWEST_MOSAIC_ROWS, MOSAIC_ROWS = 128, 4096
+MOSAIC_ROWS, MOSAIC_ROWS_8_BIT = 4096, 1024
 # The most rows at which the Triton form of `class_readout` was measured.
 TRITON_CLASSES = 128
 
@@ -63,8 +63,8 @@ def token_readout(
         penalty: One id per row, and the number to subtract from its logit.
         num_top: Number of the likeliest ids to return.
         implementation: "xla" (any device, the reference; writes the logits), "triton" (NVIDIA GPU,
-            16-bit), "mosaic" (Hopper, 16-bit, without `num_top`), or None for the fastest that
-            supports the arguments.
+            16-bit), "mosaic" (Hopper, 16-bit), or None for the fastest that supports the
+            arguments.
 
     Returns:
         The confidence of a row is not finite if a logit is NaN or infinite, or if all ids are
@@ -197,15 +197,10 @@ def _with_classes(
     hidden: Array, head: Array | Fp8Head, num_top: int, of_slot: int
 ) -> dict[Implementation, BackEnd]:
     rows = len(hidden)
-    if isinstance(head, Fp8Head):
-        on_mosaic = "has no form for a head in 8 bits"
-    else:
-        on_mosaic = mosaic.unsupported_classes(rows, of_slot, len(head))
-        on_mosaic = on_mosaic or mosaic.unsupported(hidden, head, num_top)
+    on_mosaic = mosaic.unsupported_classes(rows, of_slot, len(head))
+    on_mosaic = on_mosaic or mosaic.unsupported(hidden, head, num_top)
     return {
-        "mosaic": BackEnd(
-            mosaic.read_classes, on_mosaic, FEWEST_MOSAIC_ROWS <= rows <= MOSAIC_ROWS
-        ),
+        "mosaic": BackEnd(mosaic.read_classes, on_mosaic, rows <= most_rows(head)),
         "triton": BackEnd(
             triton.read_classes, triton.unsupported(hidden, head, num_top), rows <= TRITON_CLASSES
         ),
@@ -215,17 +210,19 @@ def _with_classes(
 
 def _back_ends(hidden: Array, head: Array | Fp8Head, num_top: int) -> dict[Implementation, BackEnd]:
     rows = len(hidden)
-    if isinstance(head, Fp8Head):
-        on_mosaic = "has no form for a head in 8 bits"
-    else:
-        on_mosaic = mosaic.unsupported(hidden, head, num_top)
+    on_mosaic = mosaic.unsupported(hidden, head, num_top)
     return {
-        "mosaic": BackEnd(mosaic.read, on_mosaic, FEWEST_MOSAIC_ROWS <= rows <= MOSAIC_ROWS),
+        "mosaic": BackEnd(mosaic.read, on_mosaic, rows <= most_rows(head)),
         "triton": BackEnd(
             triton.read, triton.unsupported(hidden, head, num_top), rows <= TRITON_ROWS
         ),
         "xla": BackEnd(reference.read),
     }
+
+
+def most_rows(head: Array | Fp8Head) -> int:
+    """The most rows of one call of a kernel."""
+    return MOSAIC_ROWS_8_BIT if isinstance(head, Fp8Head) else MOSAIC_ROWS
 
 
 def _check(hidden: Array, head: Array | Fp8Head, forbidden: Array) -> None:

@@ -1,9 +1,13 @@
-"""A Pallas Mosaic kernel for NVIDIA Hopper: the head's product of many rows, read out at once.
+"""A Pallas Mosaic kernel for NVIDIA Hopper: the head's product, read out without its logits.
 
-A tile is 128 rows times some ids. The grid is persistent, and blocks take tiles of the same ids at
-the same time, so that the head is read from memory once. A block has a warpgroup that loads, by TMA
-through a ring of buffers ahead of the current tile, and two that compute 64 rows each. It writes a
-`Part` for each row and tile, which XLA joins, and the weights of a law.
+A tile is 64 or 128 rows times some ids. The grid is persistent, and blocks take tiles of the same
+ids at the same time, so that the head is read from memory once. A block has a warpgroup that loads,
+by TMA through a ring of buffers ahead of the current tile, and one or two that compute 64 rows
+each. It writes a `Part` for each row and tile, which XLA joins, and the weights of a law.
+
+A head in 8 bits is multiplied as it is: a 16-bit row is the sum of two 8-bit ones, as a query is in
+`paged_attention.mosaic_8_bits`. The tensor cores keep some 14 bits of such sums, so each step of
+the depth starts a new one, which float32 adds up.
 
 The two blocks of a cluster load once what their tiles share: the head if the number of row tiles
 is even, otherwise the rows.
@@ -11,6 +15,7 @@ is even, otherwise the rows.
 
 import dataclasses
 import functools
+import itertools
 from typing import Any, Literal
 
 import jax
@@ -21,7 +26,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from .. import hopper
-from ..layer.fp8 import Fp8Rows
+from ..layer.fp8 import DTYPE as FP8
+from ..layer.fp8 import Fp8Rows, factors_of
 from ..lowered import lowered_once
 from .head import Fp8Head
 from .result import (
@@ -38,15 +44,17 @@ from .result import (
     joined_maxima,
 )
 
-_CONSUMERS, _ROWS = 2, 64  # warpgroups that compute, and rows of each
-_TILE_ROWS = _CONSUMERS * _ROWS
+_ROWS = 64  # of a warpgroup
+MAX_TOP = 8
 _LINE = 128  # bytes of a swizzled line
 _STEP = 64  # 16-bit components of a line
 _ID_MULTIPLE = 8  # ids of a swizzled tile
 _WEIGHT = jnp.bfloat16
 _CHUNK = 16  # ids that a warpgroup reads at a time: 8 logits a thread
 _MULTIPROCESSORS = 132
-_STAGES = {256: 4, 192: 5}  # ids of a tile: ring buffers that fit
+_WIDTHS = (256, 192)  # ids of a tile
+_WIDTH_8_BIT = 128  # of a head in 8 bits: two sums of each logit are in registers
+_RING_BYTES = 208 * 1024
 _NEVER = -1e38  # logit of excluded ids; finite, so that differences are finite
 _LEAST = -3e38  # below `_NEVER`
 _NO_ID = 1 << 24
@@ -60,18 +68,25 @@ class Tiling:
 
     Attributes:
         ids: Ids of the vocabulary.
+        consumers: Warpgroups that compute, of 64 rows each.
         stages: Steps of the depth in flight.
         shared: The operand that the two blocks of a cluster share; None: no clusters.
         blocks: Most thread blocks.
     """
 
     ids: int = 256
+    consumers: int = 2
     stages: int = 4
     shared: Literal["head", "rows"] | None = "head"
     blocks: int = _MULTIPROCESSORS
 
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return self.consumers * _ROWS
 
-def unsupported(hidden: Array, head: Array, num_top: int) -> str | None:
+
+def unsupported(hidden: Array, head: Array | Fp8Head, num_top: int) -> str | None:
     """Why this back end cannot take these arguments here, or None."""
     capability = getattr(jax.devices()[0], "compute_capability", None)
     if jax.default_backend() != "gpu" or capability != "9.0":
@@ -79,25 +94,29 @@ def unsupported(hidden: Array, head: Array, num_top: int) -> str | None:
     return unsupported_arguments(hidden, head, num_top)
 
 
-def unsupported_arguments(hidden: Array, head: Array, num_top: int) -> str | None:
+def unsupported_arguments(hidden: Array, head: Array | Fp8Head, num_top: int) -> str | None:
     """Why no device can take these arguments, or None."""
     V, D = head.shape
-    fewest = min(_STAGES)
+    is_8_bit = isinstance(head, Fp8Head)
+    fewest, step = (_WIDTH_8_BIT, _LINE) if is_8_bit else (min(_WIDTHS), _STEP)
     if jax.__version_info__ < (0, 11, 2):
         return f"needs jax 0.11.2, got {jax.__version__}"
     if not len(hidden):
         return "needs at least one row"
-    if hidden.dtype not in (jnp.bfloat16, jnp.float16) or head.dtype != hidden.dtype:
+    if is_8_bit:
+        if hidden.dtype != jnp.bfloat16:  # two 8-bit numbers hold its mantissa
+            return f"needs rows in bfloat16 for a head in 8 bits, got {hidden.dtype}"
+    elif hidden.dtype not in (jnp.bfloat16, jnp.float16) or head.dtype != hidden.dtype:
         return (
             f"needs rows and head in bfloat16 or float16, both alike, got {hidden.dtype} and "
             f"{head.dtype}"
         )
-    if D % _STEP or V % _ID_MULTIPLE or fewest > V:
+    if D % step or V % _ID_MULTIPLE or fewest > V:
         return (
-            f"needs a width that is a multiple of {_STEP} and ids that are one of {_ID_MULTIPLE}, "
+            f"needs a width that is a multiple of {step} and ids that are one of {_ID_MULTIPLE}, "
             f"{fewest} or more, got {D=}, {V=}"
         )
-    return None if not num_top else f"names no likeliest ids but the first, got {num_top=}"
+    return f"names at most {MAX_TOP} likeliest ids, got {num_top=}" if num_top > MAX_TOP else None
 
 
 def unsupported_classes(num_rows: int, of_slot: int, num_ids: int) -> str | None:
@@ -111,33 +130,32 @@ def unsupported_classes(num_rows: int, of_slot: int, num_ids: int) -> str | None
 
 def unsupported_law(hidden: Array, head: Array | Fp8Head) -> str | None:
     """Why this back end cannot read laws of these arguments here, or None."""
-    V, D = head.shape
+    V = len(head)
     if V % SHARE:
         return f"needs ids in a multiple of {SHARE}, got {V}"
     if hidden.dtype != _WEIGHT:  # `exp(logit)` overflows float16
         return f"needs rows in bfloat16, got {hidden.dtype}"
-    if isinstance(head, Fp8Head):
-        if D % _LINE:
-            return f"needs a width that is a multiple of {_LINE} in 8 bits, got {D}"
-        return unsupported(hidden, jax.eval_shape(lambda: head.values.astype(hidden.dtype)), 0)
     return unsupported(hidden, head, 0)
 
 
-def choose_tiling(num_rows: int, num_ids: int) -> Tiling:
+def choose_tiling(num_rows: int, num_ids: int, is_8_bit: bool = False) -> Tiling:
     """Tiles of one width, so that a row's statistics do not depend on the number of rows.
 
     us on an H200, SDAR-1.7B, 256 / 192 ids: 128 rows 170 / 165, 256 rows 246 / 257, 1,024 rows
     904 / 911 (benchmarks/results/readout_mosaic_h200.json).
     """
-    row_tiles = -(-num_rows // _TILE_ROWS)
+    consumers = 1 if num_rows <= _ROWS else 2
+    row_tiles = -(-num_rows // (consumers * _ROWS))
     shared: Literal["head", "rows"] = "rows" if row_tiles % 2 else "head"
-    ids = next(ids for ids in _STAGES if ids <= num_ids)
-    return Tiling(ids=ids, stages=_STAGES[ids], shared=shared)
+    ids = _WIDTH_8_BIT if is_8_bit else next(ids for ids in _WIDTHS if ids <= num_ids)
+    lines = ids + consumers * _ROWS * (2 if is_8_bit else 1)
+    stages = _RING_BYTES // (lines * _LINE)
+    return Tiling(ids=ids, consumers=consumers, stages=stages, shared=shared)
 
 
 def read(
     hidden: Array,
-    head: Array,
+    head: Array | Fp8Head,
     forbidden: Array,
     *,
     scale: float,
@@ -148,20 +166,19 @@ def read(
     interpret: Any = None,
 ) -> TokenReadout:
     """See `api.token_readout`; `interpret`, an `InterpretGPUParams`, is for tests on a CPU."""
-    if num_top:
-        raise ValueError(f"{num_top=} must be 0")
-    tiling = choose_tiling(len(hidden), len(head)) if tiling is None else tiling
-    run = functools.partial(_run, scale=scale, cap=cap, tiling=tiling, interpret=interpret)
+    rows, tiling = _prepared(hidden, head, tiling)
+    run = functools.partial(_run, scale=scale, cap=cap, num_top=num_top, tiling=tiling)
+    run = functools.partial(run, interpret=interpret)
     # NumPy arrays stay constants of the program; `jit` would turn them into arguments.
     given = forbidden.astype(np.int32), _has_forbidden(forbidden, tiling)
     # Mosaic kernels have no batching rule, so vmap runs them one after another.
-    parts, _ = jax.custom_batching.sequential_vmap(run)(hidden, head, *given, penalty, None, None)
-    return _finished(joined(parts))
+    parts, found = jax.custom_batching.sequential_vmap(run)(rows, head, *given, penalty, None, None)
+    return _finished(joined(parts), found, num_top, len(head))
 
 
 def read_classes(
     hidden: Array,
-    head: Array,
+    head: Array | Fp8Head,
     forbidden: Array,
     classes: IdClasses,
     *,
@@ -173,23 +190,49 @@ def read_classes(
     interpret: Any = None,
 ) -> tuple[TokenReadout, IdReadout]:
     """See `api.class_readout`; `interpret` as in `read`."""
-    if num_top:
-        raise ValueError(f"{num_top=} must be 0")
-    tiling = choose_tiling(len(hidden), len(head)) if tiling is None else tiling
+    rows, tiling = _prepared(hidden, head, tiling)
     given = forbidden.astype(np.int32), _has_forbidden(forbidden, tiling), penalty, None, classes
-    parts, found = _run(
-        hidden, head, *given, scale=scale, cap=cap, tiling=tiling, interpret=interpret
-    )
+    how = {"scale": scale, "cap": cap, "num_top": num_top, "tiling": tiling}
+    parts, found = _run(rows, head, *given, **how, interpret=interpret)
     whole = joined(parts)
     wide, token = joined_maxima(found["wide"], found["wide_token"], axis=1)
     log_mass = whole.peak + jnp.log(whole.mass)
     ids = IdReadout(found["narrow_logit"], wide.T, token.T, log_mass)
-    return _finished(whole), ids
+    return _finished(whole, found, num_top, len(head)), ids
 
 
-def _finished(whole: Part) -> TokenReadout:
-    none = jnp.zeros((len(whole.peak), 0))
-    return finish(whole, none.astype(jnp.float32), none.astype(jnp.int32))
+def _prepared(
+    hidden: Array, head: Array | Fp8Head, tiling: Tiling | None
+) -> tuple[Array | Fp8Rows, Tiling]:
+    """The rows as the kernel multiplies them, and the tile."""
+    is_8_bit = isinstance(head, Fp8Head)
+    if tiling is None:
+        tiling = choose_tiling(len(hidden), len(head), is_8_bit)
+    return (_two_parts(hidden) if is_8_bit else hidden), tiling
+
+
+def _two_parts(rows: Array) -> Fp8Rows:
+    """16-bit rows as the sum of two 8-bit ones, [2 R D], that share a scale.
+
+    bfloat16 has 8 bits of mantissa, and two e4m3 numbers have 4 each. The sum is exact, except that
+    numbers below 2^-9 of the row's largest are off by at most 2^-17 of it.
+    """
+    values = rows.astype(jnp.float32)
+    factors, scales = factors_of(jnp.max(jnp.abs(values), axis=1))
+    values *= factors[:, None]
+    # reduce_precision, because XLA would remove a cast to 8 bits and back.
+    first = jax.lax.reduce_precision(values, 8, 3)
+    return Fp8Rows(jnp.stack([first, values - first]).astype(FP8), scales)
+
+
+def _finished(whole: Part, found: dict[str, Array], num_top: int, num_ids: int) -> TokenReadout:
+    if not num_top:
+        none = jnp.zeros((len(whole.peak), 0))
+        return finish(whole, none.astype(jnp.float32), none.astype(jnp.int32))
+    # Of equal logits `top_k` takes the first, and candidates are sorted by id.
+    logits, place = jax.lax.top_k(found["top_logit"], num_top)
+    ids = jnp.take_along_axis(found["top_id"], place, axis=1)
+    return finish(whole, logits, jnp.minimum(ids, num_ids - 1))  # a row of NaN has no valid id
 
 
 def read_law(
@@ -213,7 +256,7 @@ def read_law(
     """
     R, V = len(temperature), len(head)
     if tiling is None:
-        row_tiles = -(-R // _TILE_ROWS)
+        row_tiles = -(-R // (2 * _ROWS))
         # Tiles of ids may not overlap: weights of shared ids would be written twice.
         is_row_shared = row_tiles % 2 and V // SHARE % 2 == 0
         tiling = Tiling(ids=SHARE, shared="rows" if is_row_shared else "head")
@@ -251,7 +294,7 @@ def _hottest(cap: float | None) -> float:
     return 0.0 if cap is None else _LARGEST / cap
 
 
-@lowered_once(static_argnames=("scale", "cap", "is_warm", "tiling", "interpret"))
+@lowered_once(static_argnames=("scale", "cap", "is_warm", "num_top", "tiling", "interpret"))
 def _run(
     hidden,
     head,
@@ -264,31 +307,35 @@ def _run(
     scale,
     cap,
     is_warm=False,
+    num_top=0,
     tiling,
     interpret,
 ) -> tuple[Part, dict[str, Array]]:
     """One launch: the parts of all tiles, and further results by name.
 
-    The further results are weights by tile (with `heat`), and logits of ids and of classes (with
-    classes).
+    The further results are the likeliest ids by tile, weights (with `heat`), and logits of ids and
+    of classes (with classes).
     """
     row_scales = id_scales = None
     if isinstance(head, Fp8Head):
         (hidden, row_scales), (head, id_scales) = (
             (given.values, given.scales) for given in (hidden, head)
         )
-    (R, D), V, ids = hidden.shape, len(head), tiling.ids
+    (R, D), V, ids = hidden.shape[-2:], len(head), tiling.ids
+    num_parts = hidden.size // (R * D)
     deep = _LINE // hidden.dtype.itemsize
     of_rows, of_ids = (2 if tiling.shared == shared else 1 for shared in ("head", "rows"))
-    row_tiles = -(-R // _TILE_ROWS // of_rows) * of_rows
+    row_tiles = -(-R // tiling.rows // of_rows) * of_rows
     id_tiles = len(has_forbidden)
     tiling = dataclasses.replace(tiling, stages=min(tiling.stages, D // deep))
 
-    def padded(rows, value):
-        width = [(0, row_tiles * _TILE_ROWS - R), *[(0, 0)] * (rows.ndim - 1)]
-        return rows if not width[0][1] else jnp.pad(rows, width, constant_values=value)
+    def padded(rows, value, axis=0):
+        width = [(0, 0)] * rows.ndim
+        width[axis] = 0, row_tiles * tiling.rows - R
+        return rows if not width[axis][1] else jnp.pad(rows, width, constant_values=value)
 
-    named = {"hidden": padded(hidden, 0), "head": head, "forbidden": forbidden}
+    rows = padded(hidden.reshape(num_parts, R, D), 0, axis=1)
+    named = {"hidden": rows, "head": head, "forbidden": forbidden}
     if penalty is not None:
         named["penalty_ids"], named["penalties"] = padded(penalty[0], -1), padded(penalty[1], 0.0)
     if heat is not None:  # factor of the logits, 1 / temperature
@@ -296,35 +343,41 @@ def _run(
     if row_scales is not None:
         named["row_scales"], named["id_scales"] = padded(row_scales, 1.0), id_scales
     named["special"] = _special(has_forbidden, named.get("penalty_ids"), V, ids)
+    num_rows = row_tiles * tiling.rows
     shapes = {
         name: jax.ShapeDtypeStruct(
-            (row_tiles * _TILE_ROWS, id_tiles), jnp.int32 if name == "token" else jnp.float32
+            (num_rows, id_tiles), jnp.int32 if name == "token" else jnp.float32
         )
         for name in Part._fields
     }
+    if num_top:
+        shapes["top_logit"] = jax.ShapeDtypeStruct((num_rows, id_tiles * num_top), jnp.float32)
+        shapes["top_id"] = jax.ShapeDtypeStruct((num_rows, id_tiles * num_top), jnp.int32)
     if heat is not None:
-        shapes["weights"] = jax.ShapeDtypeStruct((row_tiles * _TILE_ROWS, V), _WEIGHT)
+        shapes["weights"] = jax.ShapeDtypeStruct((num_rows, V), _WEIGHT)
     of_slot = R
     if classes is not None:
         names = "wide_codes", "wide_among", "num_wide", "narrow", "narrow_from", "whole_step"
         named |= {name: getattr(classes, name).astype(jnp.int32) for name in names}
         of_slot = R // len(classes.codes)
-        rows, (N, M) = row_tiles * _TILE_ROWS, (classes.narrow.shape[1], classes.wide.shape[1])
-        shapes["narrow_logit"] = jax.ShapeDtypeStruct((rows, N), jnp.float32)
-        shapes["wide"] = jax.ShapeDtypeStruct((M, id_tiles, rows), jnp.float32)
-        shapes["wide_token"] = jax.ShapeDtypeStruct((M, id_tiles, rows), jnp.int32)
+        N, M = classes.narrow.shape[1], classes.wide.shape[1]
+        shapes["narrow_logit"] = jax.ShapeDtypeStruct((num_rows, N), jnp.float32)
+        shapes["wide"] = jax.ShapeDtypeStruct((M, id_tiles, num_rows), jnp.float32)
+        shapes["wide_token"] = jax.ShapeDtypeStruct((M, id_tiles, num_rows), jnp.int32)
     swizzled, stages = hopper.swizzled(deep, hidden.dtype), tiling.stages
-    used = {"num_barriers": stages, "num_arrivals": _CONSUMERS}
+    consumers = tiling.consumers
+    used = {"num_barriers": stages, "num_arrivals": consumers}
+    of_step = stages, num_parts, consumers, _ROWS, deep
     scratch = {
-        "rows": plgpu.SMEM((stages, _CONSUMERS, _ROWS, deep), hidden.dtype, transforms=swizzled),
+        "rows": plgpu.SMEM(of_step, hidden.dtype, transforms=swizzled),
         "words": plgpu.SMEM((stages, ids, deep), hidden.dtype, transforms=swizzled),
-        "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=_CONSUMERS + 1),
+        "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=num_parts * consumers + 1),
         "used": plgpu.Barrier(**used)
         if tiling.shared is None
         else plgpu.ClusterBarrier(collective_axes=("peer",), **used),
     }
     if heat is not None:  # staging of weights, two pieces a warpgroup
-        piece, swizzled = (_CONSUMERS, 2, _ROWS, _STEP), hopper.swizzled(_STEP, _WEIGHT)
+        piece, swizzled = (consumers, 2, _ROWS, _STEP), hopper.swizzled(_STEP, _WEIGHT)
         scratch["leaving"] = plgpu.SMEM(piece, _WEIGHT, transforms=swizzled)
     tiles = row_tiles * id_tiles // (of_rows * of_ids)  # of one cluster
     workers = min(tiles, tiling.blocks // (of_rows * of_ids))
@@ -339,6 +392,7 @@ def _run(
             scale=scale,
             cap=cap,
             is_warm=is_warm,
+            num_top=num_top,
             tiling=tiling,
             tiles=(tiles, workers, row_tiles // of_rows),
             of_slot=of_slot,
@@ -352,7 +406,7 @@ def _run(
         cluster=tuple(cluster.values()),
         cluster_names=tuple(cluster),
         kernel_name="token_readout",  # `dllm_jax.bench.head` searches for this name
-        num_threads=_CONSUMERS + 1,
+        num_threads=consumers + 1,
         thread_name="warpgroup",
         scratch_types=list(scratch.values()),
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -388,8 +442,8 @@ def _special(has_forbidden, penalty_ids, num_ids, ids) -> Array:
     return jnp.maximum(special, is_hit.astype(jnp.int32))
 
 
-def _logit(product: Array, *, scale: float, cap: float | None) -> Array:
-    logit = product if scale == 1.0 else product * scale
+def _logit(product: Array, scale: Array | float, cap: float | None) -> Array:
+    logit = product if isinstance(scale, float) and scale == 1.0 else product * scale
     if cap is None:
         return logit
     # Not `tanh`: the hardware's has 11 bits.
@@ -405,13 +459,13 @@ def _power(product: Array, scale: Array | float, heat: Array, cap: float | None)
     return most - twice / (jnp.exp2(product * (scale * (2 * _LOG2_E / cap))) + 1.0)
 
 
-def _block(given, out, scratch, *, scale, cap, is_warm, tiling, tiles, of_slot):
+def _block(given, out, scratch, *, scale, cap, is_warm, num_top, tiling, tiles, of_slot):
     """One thread block: its tiles one after another."""
     num_tiles, workers, row_groups = tiles
     warpgroup = jax.lax.axis_index("warpgroup")
     worker = jax.lax.axis_index("worker")
     peer = jax.lax.axis_index("peer") if tiling.shared else 0
-    V, D = given["head"].shape
+    (V, D), num_parts, consumers = given["head"].shape, len(given["hidden"]), tiling.consumers
     ids, stages, depth = tiling.ids, tiling.stages, scratch["words"].shape[-1]
     steps = D // depth
     mine = jax.lax.div(num_tiles - worker + (workers - 1), _whole(workers))
@@ -451,18 +505,18 @@ def _block(given, out, scratch, *, scale, cap, is_warm, tiling, tiles, of_slot):
                 loaded,
                 collective_axes="peer" if tiling.shared == "head" else None,
             )
-            for group in range(_CONSUMERS):
-                row = pl.multiple_of(row_tile * _TILE_ROWS + group * _ROWS, _ROWS)
+            for part, group in itertools.product(range(num_parts), range(consumers)):
+                row = pl.multiple_of(row_tile * tiling.rows + group * _ROWS, _ROWS)
                 plgpu.copy_gmem_to_smem(
-                    given["hidden"].at[pl.ds(row, _ROWS), deep],
-                    scratch["rows"].at[slot, group],
+                    given["hidden"].at[part, pl.ds(row, _ROWS), deep],
+                    scratch["rows"].at[slot, part, group],
                     loaded,
                     collective_axes="peer" if tiling.shared == "rows" else None,
                 )
 
         jax.lax.fori_loop(0, steps, load, None)
 
-    @pl.when(warpgroup == _CONSUMERS)
+    @pl.when(warpgroup == consumers)
     def _():
         plgpu.set_max_registers(40, action="decrease")
         jax.lax.fori_loop(0, mine, load_tile, None)
@@ -472,7 +526,7 @@ def _block(given, out, scratch, *, scale, cap, is_warm, tiling, tiles, of_slot):
 
     def compute_tile(i, _):
         row_tile, id_tile, start = place_of(i)
-        rows = row_tile * _CONSUMERS + warpgroup
+        rows = row_tile * consumers + warpgroup
         row = pl.multiple_of(rows * _ROWS, _ROWS)
         slot = codes = None
         if "wide_codes" in given:  # loaded during the products
@@ -485,12 +539,16 @@ def _block(given, out, scratch, *, scale, cap, is_warm, tiling, tiles, of_slot):
             scales = _loaded(given["id_scales"].at[pl.ds(start, ids)], by_id)
         special = given["special"][rows if "penalties" in given else 0, id_tile]
 
+        def add_product(sums, slot):
+            plgpu.barrier_wait(scratch["loaded"].at[slot])
+            for part in range(num_parts):
+                own = scratch["rows"].at[slot, part, warpgroup]
+                plgpu.wgmma(sums, own, scratch["words"].at[slot].T)
+
         def products(sums):
             def multiply(step, _):
                 n = i * steps + step
-                slot = slot_of(n)
-                plgpu.barrier_wait(scratch["loaded"].at[slot])
-                plgpu.wgmma(sums, scratch["rows"].at[slot, warpgroup], scratch["words"].at[slot].T)
+                add_product(sums, slot_of(n))
                 plgpu.wgmma_wait(1)  # the products of the step before are done
 
                 @pl.when(step > 0)
@@ -502,29 +560,47 @@ def _block(given, out, scratch, *, scale, cap, is_warm, tiling, tiles, of_slot):
             plgpu.barrier_arrive(scratch["used"].at[slot_of(i * steps + (steps - 1))])
             return sums[...]
 
-        sums = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((_ROWS, ids), jnp.float32))
+        def added_up(step, total):
+            slot = slot_of(i * steps + step)
+
+            def product(sums):
+                add_product(sums, slot)
+                return sums[...]
+
+            total += pl.run_scoped(product, accumulator)
+            plgpu.barrier_arrive(scratch["used"].at[slot])
+            return total
+
+        accumulator = plgpu.WGMMAAccumulatorRef((_ROWS, ids), jnp.float32)
+        if num_parts == 1:
+            sums = pl.run_scoped(products, accumulator)
+        else:
+            none = plgpu.layout_cast(jnp.zeros((_ROWS, ids), jnp.float32), plgpu.Layout.WGMMA)
+            sums = jax.lax.fori_loop(0, steps, added_up, none)
         place = special, row, start, id_tile * ids
+        by_row, by = plgpu.Layout.WGMMA.reduce(1), scale
+        if scales is not None:
+            sums *= jax.lax.broadcast_in_dim(scales, sums.shape, [1])
+            of_row = _loaded(given["row_scales"].at[pl.ds(row, _ROWS)], by_row)
+            by = _down(of_row * scale, sums.shape)
         if "heat" in given:
-            names = ("heat", "row_scales")[: 1 if scales is None else 2]
-            by_row = plgpu.Layout.WGMMA.reduce(1)
-            heat, *of_row = (_loaded(given[name].at[pl.ds(row, _ROWS)], by_row) for name in names)
-            if scales is not None:
-                sums *= jax.lax.broadcast_in_dim(scales, sums.shape, [1])
-            by = _down(of_row[0] * scale, sums.shape) if of_row else scale
+            heat = _loaded(given["heat"].at[pl.ds(row, _ROWS)], by_row)
             logit = _restricted(_power(sums, by, heat, cap), *place, given)
             is_plain = True if is_warm else heat <= _hottest(cap)
             weights = out["weights"].at[pl.ds(row, _ROWS)]
             part = _law_part(logit, start, is_plain, weights, scratch["leaving"].at[warpgroup])
         else:
-            logit = _restricted(_logit(sums, scale=scale, cap=cap), *place, given)
+            logit = _restricted(_logit(sums, by, cap), *place, given)
             part = _part(logit, start)
         for name, values in part._asdict().items():
             out[name][pl.ds(row, _ROWS), id_tile] = values
         if codes is not None:
             _put_wide(logit, codes, row, start, id_tile, given["num_wide"][slot], out)
             _put_narrow(logit, row, start, id_tile * ids, slot, given, out["narrow_logit"])
+        if num_top:
+            _put_top(logit, row, start, id_tile, id_tile * ids, num_top, out)
 
-    @pl.when(warpgroup < _CONSUMERS)
+    @pl.when(warpgroup < consumers)
     def _():
         plgpu.set_max_registers(232, action="increase")
         jax.lax.fori_loop(0, mine, compute_tile, None)
@@ -570,6 +646,19 @@ def _part(logit, start) -> Part:
         mass += weight
         spread += weight * below
     return _summed(peak, token, start, mass, spread)
+
+
+def _put_top(logit, row, start, id_tile, first, num_top, out):
+    """Write the likeliest ids of a warpgroup's tile, from id `first` on, the likeliest first."""
+    column = plgpu.broadcasted_iota(jnp.int32, logit.shape, 1, layout=plgpu.Layout.WGMMA)
+    logit = jnp.where(column + start < first, _LEAST, logit)
+    rows = pl.ds(row, _ROWS)
+    for i in range(num_top):
+        best = logit.max(axis=1)
+        token = jnp.where(logit == _down(best, logit.shape), column, _NO_ID).min(axis=1)
+        out["top_logit"][rows, id_tile * num_top + i] = _allowed(best)
+        out["top_id"][rows, id_tile * num_top + i] = token + start
+        logit = jnp.where(column == _down(token, logit.shape), _LEAST, logit)
 
 
 def _law_part(power, start, is_plain, weights, leaving) -> Part:

@@ -151,6 +151,16 @@ INTERPRETED = {
         mosaic.Tiling(splits=3, stages=2, is_cluster=False),
         {"T": 32, "S": 8, "by_blocks": True},
     ),
+    "four rows": (mosaic.Tiling(splits=2, stages=2), {"T": 4, "S": 2, "rows": 5}),
+    "one row, merged by XLA": (
+        mosaic.Tiling(splits=2, stages=2, is_cluster=False),
+        {"T": 1, "S": 4, "heads": (7, 1, 64), "left_out": 7, "by_blocks": True},
+    ),
+    "17 rows": (
+        mosaic.Tiling(consumers=2, stages=2),
+        {"T": 17, "S": 3, "heads": (6, 2, 64), "left_out": 1, "window": 40},
+    ),
+    "8 bits, five rows": (mosaic.Tiling(stages=2), {"T": 5, "S": 5, "heads": (2, 1, 64)}),
     "two consumers": (
         mosaic.Tiling(consumers=2, stages=2),
         {"T": 48, "S": 8, "heads": (6, 2, 64), "by_blocks": True},
