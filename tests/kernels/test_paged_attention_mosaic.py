@@ -357,6 +357,10 @@ FEATURES = {
     "wide heads": {"T": 64, "S": 32, "heads": (4, 2, 256), "C": 5},
     "canvas": {"T": 64, "S": 32, "heads": (4, 2, 128), "C": 5}
     | {"by_blocks": True, "canvas": True, "orders": True, "window": 70},
+    "one row": {"T": 1, "S": 4, "heads": (16, 8, 128), "left_out": 7, "by_blocks": True},
+    "five rows": {"T": 5, "S": 5, "heads": (28, 4, 128), "C": 9, "by_blocks": True},
+    "17 rows, a window": {"T": 17, "S": 3, "heads": (8, 2, 128), "left_out": 1, "window": 40},
+    "24 rows": {"T": 24, "S": 8, "heads": (4, 2, 128), "C": 5},
     "canvas of wide heads": {"T": 256, "S": 256, "heads": (4, 2, 256), "C": 5}
     | {"by_blocks": True, "canvas": True, "window": 150},
 }

@@ -35,7 +35,7 @@ from tests.kernels.test_layer_mosaic import (
     real,
     slow,
 )
-from tests.kernels.test_token_readout import HEADS, PLAIN, check, draw
+from tests.kernels.test_token_readout import HEADS, PLAIN, check, draw, everything
 from tests.oracles import token_readout as oracle
 
 pytestmark = [
@@ -241,9 +241,23 @@ def test_mosaic_refuses_what_it_cannot_do(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("R", [130, 512, 1000])
-@pytest.mark.parametrize("options", [{}, {"scale": 0.9, "cap": 8.0}])
-def test_readout_of_many_rows_matches_numpy_on_a_gpu(R, options):
+@pytest.mark.parametrize("R", [1, 40, 130, 512, 1000])
+@pytest.mark.parametrize("options", [{}, {"scale": 0.9, "cap": 8.0, "num_top": 3}])
+def test_readout_matches_numpy_on_a_gpu(R, options):
     arguments = draw((R, 5008, 256))
     got = jax.jit(functools.partial(mosaic.read, **PLAIN | options))(*arguments)
     check(got, oracle.token_readout(*arguments, **options), atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("R", [1, 40, 130])
+def test_a_head_in_8_bits_is_read_as_what_it_stands_for_on_a_gpu(R):
+    lengths = R, 5008, 1024
+    hidden, head, forbidden = draw(lengths)
+    small, options = quantize_head(head), everything(lengths)
+    got = jax.jit(functools.partial(mosaic.read, **options))(hidden, small, forbidden)
+    stands_for = small.values.astype(jnp.float32) * small.scales[:, None]
+    want = oracle.token_readout(hidden, stands_for, forbidden, **options)
+    assert (np.asarray(got.token) == want[1]).mean() > 0.9
+    np.testing.assert_allclose(got.confidence, want[2], rtol=1e-2)
+    np.testing.assert_allclose(got.entropy, want[3], atol=1e-2)
