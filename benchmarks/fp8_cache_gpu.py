@@ -2,8 +2,8 @@
 
     python benchmarks/fp8_cache_gpu.py --out fp8_cache_h200.json --within 100
 
-`check`: tilings of the Mosaic form, and the Triton form, on every kind of mask against the XLA
-form in float32 over the same 8-bit numbers. `time`: cells of `paged_attention_cells.py`, both
+`check`: tilings of the Mosaic form on every kind of mask against the XLA form in float32 over the
+same 8-bit numbers. `time`: cells of `paged_attention_cells.py`, both
 caches, tilings beside the one that is chosen; only tilings that `check` found right. A call is
 timed in a loop on the device over pools of many layers; `glue`, the loop alone, is taken off.
 Programs are compiled by several threads before the first is timed, and the JSON file is rewritten
@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dllm_jax.bench.numbers import environment
 from dllm_jax.kernels.kv_write import fp8
-from dllm_jax.kernels.paged_attention import mosaic, reference, triton
+from dllm_jax.kernels.paged_attention import mosaic, reference
 from dllm_jax.kernels.paged_attention.mask import facts
 
 SCALE = 2.0**-5
@@ -86,7 +86,7 @@ def check(run, features, names, is_dry):
         k, v = (in_8_bits(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (k, v))
         pages = in_8_bits(k_pages), in_8_bits(v_pages).swapaxes(2, 3)
         scales = jnp.full((2, k.shape[2]), SCALE)
-        forms = {"triton": functools.partial(triton.attention, interpret=is_dry)}
+        forms = {}
         for name in names:
             how = {"interpret": plgpu.InterpretGPUParams()} if is_dry else {}
             forms[name] = functools.partial(mosaic.attention, tiling=TILINGS[name], **how)

@@ -408,9 +408,7 @@ def main():
     parser.add_argument("--plain", action="store_true", help="parts: also without grammars")
     parser.add_argument("--profile", action="store_true", help="also by kernel")
     parser.add_argument("--together", help="FOLDER:COUNT of processes that compile at once")
-    parser.add_argument(
-        "--form", choices=["xla", "triton", "mosaic"], help="of the readout by classes"
-    )
+    parser.add_argument("--form", choices=["xla", "mosaic"], help="of the readout by classes")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--out")
     args = parser.parse_args()

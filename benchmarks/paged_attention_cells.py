@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dllm_jax.kernels.paged_attention import WindowMask, cudnn, mosaic, reference, triton
+from dllm_jax.kernels.paged_attention import WindowMask, cudnn, mosaic, reference
 from dllm_jax.kernels.paged_attention.mask import facts, sees
 from dllm_jax.kernels.paged_attention.mosaic_tiling import buffers
 
@@ -74,10 +74,10 @@ TUNED = {  # cell -> Mosaic tilings, named as `tiling_of` reads them
     ("SDAR-8B", 1, 8192, 32): "2 x8, 2 x8 xla, 2 x16 xla, 2 x16 k128 xla, 1 x8 xla",
     ("SDAR-8B", 32, "ragged", 32): _RAGGED,
     ("SDAR-8B", 1, 32768, 256): "2, 2 x2, 2 x2 pp, 2 x2 k128, 2 x2 k128 pp",
-    ("LLaDA-8B", 8, "ragged", 4): "",
-    ("LLaDA2-mini", 8, "ragged", 4): "",
-    ("SDAR-8B", 8, "ragged", 4): "",
-    ("SDAR-8B", 32, "ragged", 4): "",
+    ("LLaDA-8B", 8, "ragged", 4): "1, 1 x2, 1 x4",
+    ("LLaDA2-mini", 8, "ragged", 4): "1, 1 x2, 1 x4, 1 x8",
+    ("SDAR-8B", 8, "ragged", 4): "1, 1 x2, 1 x4, 1 x8",
+    ("SDAR-8B", 32, "ragged", 4): "1, 1 x2, 1 x4",
     ("LLaDA-8B", 32, 1024, 32): _ONE,
     ("LLaDA-8B", 32, 1024, 128): _TWO,
     ("LLaDA-8B", 128, 1024, 128): _TWO,
@@ -137,9 +137,7 @@ def checked_forms(interpreted=False):
         "2 pp r3": mosaic.Tiling(consumers=2, ping_pong=True, resident=3),
         "2 k128 pp r3": mosaic.Tiling(consumers=2, keys=128, stages=2, ping_pong=True, resident=3),
     }
-    return {f"mosaic {name}": _mosaic(one) for name, one in tilings.items()} | {
-        "triton": triton.attention
-    }
+    return {f"mosaic {name}": _mosaic(one) for name, one in tilings.items()}
 
 
 def is_checked(form, case):
@@ -259,11 +257,7 @@ def forms(drawn, part, only):
     pool = jax.ShapeDtypeStruct(drawn.pool, jnp.bfloat16)
     table = drawn.tables[0]
     found = {"glue": (lambda *_: (), lambda q, *_: q, "")}
-    usual = triton.choose_tiling(q, pool, table)
-    tilings = {"triton": usual}
-    if part == "tune":
-        for splits in (1, 4) if T > 4 else (2, 4, 8, 12):
-            tilings[f"triton x{splits}"] = dataclasses.replace(usual, splits=splits)
+    tilings = {}
     if not mosaic.unsupported_arguments(q, pool, drawn.mask):
         tilings["mosaic"] = mosaic.choose_tiling(q, pool, table)
         if part == "tune" and not is_tiny:
@@ -271,16 +265,11 @@ def forms(drawn, part, only):
                 tilings[f"mosaic {name}"] = tiling_of(name, H)
     measured = set()
     for name, tiling in tilings.items():
-        if tiling in measured or (is_tiny and name not in ("triton", "mosaic")):
+        if tiling in measured or (is_tiny and name != "mosaic"):
             continue
         measured.add(tiling)
-        module = mosaic if isinstance(tiling, mosaic.Tiling) else triton
-        interpret = is_tiny and (plgpu.InterpretGPUParams() if module is mosaic else True)
-        found[name] = (
-            _facts,
-            _kernel(module, tiling, drawn.mask.rules, interpret or None),
-            str(tiling),
-        )
+        interpret = plgpu.InterpretGPUParams() if is_tiny else None
+        found[name] = _facts, _kernel(tiling, drawn.mask.rules, interpret), str(tiling)
     if not is_tiny:
         if part == "few" or (part == "tune" and T >= 512):
             found["xla"] = (lambda *_: (), _whole(reference.attention, drawn.mask), "")
@@ -319,17 +308,14 @@ def _seen(table, mask):
     return sees(mask, table, PAGE), mask.context_len, mask.sees_fresh()
 
 
-def _kernel(module, tiling, rules, interpret):
+def _kernel(tiling, rules, interpret):
     """The launches of a kernel, without what a step computes once."""
-    if module is triton:
-        rest = {"block_size": BLOCK, "window": None, "interpret": bool(interpret)}
-    else:
-        rest = {"rules": rules, "interpret": interpret}
+    rest = {"rules": rules, "interpret": interpret}
     more = {"bits": None, "kv_scales": None}
 
     def call(q, k, v, k_pages, v_pages, table, numbers):
         settings = {"tiling": tiling, "scale": q.shape[-1] ** -0.5, **rest}
-        return module._run((q, k, v), (k_pages, v_pages), table, numbers, more, **settings)
+        return mosaic._run((q, k, v), (k_pages, v_pages), table, numbers, more, **settings)
 
     return call
 

@@ -2,11 +2,11 @@
 
 Three parts, each with its lines in one JSON file, written as they come:
 
-- `check`: tilings of the Mosaic form, and the Triton form, on small cases that hold every feature
-  of the mask (no context, partial pages, missing pages, dead slots and cells, positions seen fresh,
-  blocks, token order, a window), against the XLA form in float32. No other part times what failed.
+- `check`: tilings of the Mosaic form on small cases that hold every feature of the mask (no
+  context, partial pages, missing pages, dead slots and cells, positions seen fresh, blocks, token
+  order, a window), against the XLA form in float32. No other part times what failed.
 - `cells`: the fixed list of 40 cells (`paged_attention_cells.py`), against both of cuDNN's ways.
-- `tune`: variants of both forms on the decode step's shapes and on prefill.
+- `tune`: variants of it on the decode step's shapes and on prefill.
 
 A call is timed in a loop on the device. Every turn takes other pages, of pools of 2 GB, so that no
 key is in the cache when it comes again; its rows depend on the last result. What depends on the

@@ -8,7 +8,7 @@ kernels in several tilings and XLA's readout in chunks of so many rows, as `toke
 logits and with all statistics from one pass.
 
     python benchmarks/readout_gpu.py --out /tmp/readout.json
-    python benchmarks/readout_gpu.py --cells 5,6 --only "triton 128x256|mosaic"
+    python benchmarks/readout_gpu.py --cells 5,6 --only mosaic
     python benchmarks/readout_gpu.py --smoke     # every line of it on a CPU
 
 Prints a table and writes JSON after each cell: microseconds of one readout (median of the runs),
@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dllm_jax.kernels.token_readout import mosaic, reference, triton
+from dllm_jax.kernels.token_readout import mosaic, reference
 from dllm_jax.kernels.token_readout.result import Part, finish, joined
 from dllm_jax.strategies.core.draw import token_stats
 from dllm_jax.strategies.core.protocol import Readout
@@ -52,16 +52,9 @@ CELLS = [  # model, rows
     ("SDAR-8B", 1024),
 ]
 SAMPLE_US = 12e3  # of a run, about
-SMOKE = r"^(xla 32|one pass 32|triton 32x128x64 w4|mosaic)"
+SMOKE = r"^(xla 32|one pass 32|mosaic)"
 CLOSE = 2e-3  # logits of a token that may be taken for the likeliest
 TOLERANCE = 2e-3  # of confidence, relative, and entropy, in nats
-SMALL = [(32, 128, 64, 4, 4), (32, 128, 128, 4, 3), (32, 256, 64, 4, 4), (32, 64, 128, 4, 4)]
-SMALL += [(32, 64, 64, 4, 5), (32, 128, 64, 8, 4), (64, 128, 64, 4, 4), (64, 256, 64, 8, 4)]
-FULL = [(128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 3), (128, 256, 64, 8, 3)]
-FULL += [(128, 256, 64, 8, 4), (128, 64, 64, 4, 4), (128, 64, 128, 4, 3), (128, 128, 32, 4, 4)]
-FULL += [(64, 256, 64, 8, 3), (64, 256, 64, 8, 4), (128, 128, 128, 8, 3)]
-MANY = [(128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (128, 256, 64, 8, 4)]
-WIDE = [(256, 128, 64, 8, 3), (64, 256, 64, 8, 3)]
 
 
 def mosaic_tilings(rows, interpret):
@@ -70,13 +63,6 @@ def mosaic_tilings(rows, interpret):
         return [(64, 4, "rows")]
     shared = "rows" if rows <= 128 else "head"
     return [(256, 4, shared), (192, 5, shared), (256, 4, None), (192, 5, None)]
-
-
-def tilings(rows):
-    """What is tried for so many rows."""
-    if rows <= 32:
-        return SMALL
-    return FULL if rows <= 128 else [*MANY, *WIDE] if rows <= 256 else MANY
 
 
 def chunk_sizes(rows):
@@ -135,9 +121,9 @@ def one_pass(hidden, head):
     return finish(whole, zero[:, :0], ids[:, :0])[:3]
 
 
-def in_kernel(hidden, head, *, of, tiling, interpret):
-    """The kernel of a back end: `triton`, or `mosaic` for Hopper."""
-    return of.read(
+def in_kernel(hidden, head, *, tiling, interpret):
+    """The kernel for Hopper."""
+    return mosaic.read(
         hidden,
         head,
         forbidden_ids(len(head)),
@@ -163,17 +149,11 @@ def forms(rows, interpret):
     for size in chunk_sizes(rows):
         found[f"xla {size}"] = in_chunks(two_passes, size)
     found[f"one pass {min(rows, 1024)}"] = in_chunks(one_pass, 1024)
-    for sides in tilings(rows):
-        R, ids, depth, warps, stages = sides
-        tiling = triton.Tiling(rows=R, ids=ids, depth=depth, num_warps=warps, num_stages=stages)
-        name = f"triton {R}x{ids}x{depth} w{warps} s{stages}"
-        by_triton = functools.partial(in_kernel, of=triton, tiling=tiling, interpret=interpret)
-        found[name] = in_chunks(by_triton, 1024)
     for ids, stages, shared in mosaic_tilings(rows, interpret):
         tiling = mosaic.Tiling(ids=ids, stages=stages, shared=shared)
         how = plgpu.InterpretGPUParams() if interpret else None
         name = f"mosaic {ids} s{stages} shared {shared}"
-        found[name] = functools.partial(in_kernel, of=mosaic, tiling=tiling, interpret=how)
+        found[name] = functools.partial(in_kernel, tiling=tiling, interpret=how)
     return found
 
 
@@ -345,8 +325,7 @@ def main():
     head = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     interpret = jax.default_backend() != "gpu"
     # Rows, ids, width and how many likeliest ids are named.
-    odd = [(130, 151665, 256, 3), (300, 151664, 256, 0)]
-    odd = [(35, 301, 48, 3), (35, 304, 64, 0)] if interpret else odd
+    odd = (35, 304, 64, 3) if interpret else (300, 151664, 256, 3)
     by_mosaic, how = mosaic.read, None
     if interpret:
         by_mosaic = functools.partial(mosaic.read, tiling=mosaic.Tiling(ids=64, shared="rows"))
@@ -358,10 +337,7 @@ def main():
         "python": platform.python_version(),
         "commit": args.commit or head,
         "repeats": args.repeats,
-        "odd_case": {
-            "triton": odd_case(triton.read, odd[0], interpret),
-            "mosaic": odd_case(by_mosaic, odd[1], how),
-        },
+        "odd_case": odd_case(by_mosaic, odd, how),
         "lines": [],
     }
     print({key: value for key, value in report.items() if key != "lines"}, flush=True)

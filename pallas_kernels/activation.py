@@ -1,4 +1,4 @@
-"""The activations of gated feed-forward networks, in a form that XLA and Triton both take."""
+"""The activations of gated feed-forward networks, in a form that XLA and Pallas both take."""
 
 from collections.abc import Callable
 from typing import Literal

@@ -16,7 +16,7 @@ from dllm_jax.engine.rules import TYPED, Range
 DTYPES = ("auto", "bfloat16", "float32", "float16")
 QUANTIZATIONS = ("fp8", "none")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
-ATTENTION_KINDS = ("xla", "cudnn", "triton", "mosaic")
+ATTENTION_KINDS = ("xla", "cudnn", "mosaic")
 # Fields of strategies with flags of their own.
 THRESHOLDS = {
     "accept_threshold": "probability above which a token is accepted",

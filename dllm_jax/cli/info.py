@@ -159,12 +159,11 @@ def _attention() -> str:
 
     missing = cudnn.unsupported(jnp.zeros((1, 1, 1, 128), jnp.bfloat16))
     if missing:
-        return f"xla here (cudnn, triton and mosaic: {missing})"
+        return f"xla here (cudnn and mosaic: {missing})"
     return (
-        "mosaic, triton, cudnn or xla here: on Hopper in bfloat16 mosaic up to "
-        f"{api.MOSAIC_ROWS} rows a sequence, a multiple of 16; for other 16-bit models triton up "
-        f"to {api.TRITON_ROWS} (pages and heads of a power of two), then cudnn from "
-        f"{api.XLA_SCORES:,} scores (sequences x rows x heads x keys) on, else xla"
+        "mosaic, cudnn or xla here: on Hopper in bfloat16 mosaic up to "
+        f"{api.MOSAIC_ROWS} rows a sequence; in 16 bits cudnn from {api.XLA_SCORES:,} scores "
+        "(sequences x rows x heads x keys) on; else xla"
     )
 
 
@@ -201,16 +200,14 @@ def _layer() -> str:
 def _readout() -> str:
     import jax.numpy as jnp
 
-    from dllm_jax.kernels.token_readout import TRITON_ROWS, api, triton
+    from dllm_jax.kernels.token_readout import api, mosaic
 
-    rows = jnp.zeros((16, 16), jnp.bfloat16)
-    missing = triton.unsupported(rows, rows, 0)
-    if missing:
-        return f"xla here, rows in chunks (triton and mosaic: {missing})"
+    rows, head = jnp.zeros((1, 64), jnp.bfloat16), jnp.zeros((256, 64), jnp.bfloat16)
+    if missing := mosaic.unsupported(rows, head, 0):
+        return f"xla here, rows in chunks (mosaic: {missing})"
     return (
-        "mosaic, triton or xla here: for 16-bit models where nothing is sampled on Hopper mosaic "
-        f"from {api.FEWEST_MOSAIC_ROWS:,} rows on, {api.MOSAIC_ROWS:,} at a time, else triton, "
-        f"{TRITON_ROWS:,} at a time; else xla, rows in chunks"
+        "mosaic or xla here: for 16-bit models where nothing is sampled mosaic, "
+        f"{api.MOSAIC_ROWS:,} rows at a time, else xla, rows in chunks"
     )
 
 

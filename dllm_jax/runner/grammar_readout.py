@@ -1,8 +1,8 @@
 """The readout of slots with a grammar: statistics by class, and the tokens to take.
 
 Rows of slots with a grammar are read twice: as all rows are, and by the classes of the slot's
-grammar, over which `constraint.plan` finds the text. On an NVIDIA GPU one kernel does both where no
-token is drawn.
+grammar, over which `constraint.plan` finds the text. On an NVIDIA GPU one pass over the head does
+both where no token is drawn.
 """
 
 from typing import Any, NamedTuple
@@ -13,11 +13,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from dllm_jax.kernels.token_readout import (
-    MOSAIC_ROWS,
-    TRITON_ROWS,
     IdClasses,
     choose_with_classes,
     class_readout,
+    most_rows,
 )
 from dllm_jax.models.head import Head
 from dllm_jax.runner.cells import Cells
@@ -34,6 +33,8 @@ from dllm_jax.strategies.core.constraint import NO_CLASS, ClassStats, Grammar, I
 from dllm_jax.strategies.core.draw import Shard, gumbel, log_law, settled
 from dllm_jax.strategies.core.protocol import Readout, TokenStats
 from dllm_jax.strategies.core.state import NO_TOKEN
+
+ROWS_OF_LOGITS = 128  # by classes at once: 78 MB of float32 logits at 152k ids
 
 
 def read_planned(
@@ -120,12 +121,12 @@ def _wanted(ask: Readout, cells: Cells) -> Bool[Array, "B W"]:
 
 
 def _is_one_pass(reader: Reader, rows: Array, ask: Readout) -> bool:
-    """Whether a kernel reads statistics and grammars of these rows in one pass over the head."""
+    """Whether one pass over the head reads statistics and grammars of these rows."""
     if ask.soft or reader.shard is not None:
         return False
     if any(each is not None for each in (ask.behind, ask.guide, ask.ids)):
         return False
-    return reads_ids(reader.unembed, rows, ask.num_top)
+    return reads_ids(reader.unembed)
 
 
 def _in_one_pass(
@@ -159,11 +160,9 @@ def _in_one_pass(
     return jax.lax.cond(jnp.all(mine), one, mixed)
 
 
-def reads_ids(unembed: Any, hidden: Array, num_top: int) -> bool:
-    """Whether `read_ids` is what reads these rows here."""
-    if not isinstance(unembed, Head):
-        return False
-    return choose_with_classes(hidden, unembed.weights, num_top, len(hidden)) != "xla"
+def reads_ids(unembed: Any) -> bool:
+    """Whether `read_ids` is what reads rows here: a GPU would read the head again for each slot."""
+    return isinstance(unembed, Head) and jax.default_backend() == "gpu"
 
 
 def read_ids(
@@ -201,9 +200,9 @@ def read_ids(
     def as_rows(leaf: Array) -> Array:
         return leaf.reshape(len(leaf) * T, *leaf.shape[2:])
 
-    at_once = TRITON_ROWS
-    if choose_with_classes(hidden[:MOSAIC_ROWS], head.weights, ask.num_top, T) == "mosaic":
-        at_once = MOSAIC_ROWS
+    at_once = most_rows(head.weights)
+    if choose_with_classes(hidden[:at_once], head.weights, ask.num_top, T) == "xla":
+        at_once = ROWS_OF_LOGITS
     slots = max(1, at_once // T)
     stats, ids = in_chunks(of_slots, (by_slot((hidden, ask.penalty)), classes), slots, slots)
     return jax.tree.map(as_rows, stats), ids

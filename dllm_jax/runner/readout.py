@@ -18,14 +18,13 @@ from jaxtyping import Array, Float, Int
 
 from dllm_jax.kernels.layer import quantize_rows
 from dllm_jax.kernels.token_readout import (
-    MOSAIC_ROWS,
     SHARE,
-    TRITON_ROWS,
     LawReadout,
     choose,
     choose_law,
     is_warm_row,
     law_readout,
+    most_rows,
     of_law,
     token_readout,
 )
@@ -201,13 +200,10 @@ def read_stats(reader: Reader, hidden: Float[Array, "R D"], ask: Readout) -> Tok
     head = unembed if isinstance(unembed, Head) and away is None and shard is None else None
     if head is None:
         return in_rows()
-    at_once = MOSAIC_ROWS  # the most rows of one kernel call
+    at_once = most_rows(head.weights)
     implementation = choose(hidden[:at_once], head.weights, ask.num_top)
     if reader.one_rounding:
         implementation = "mosaic"
-    elif implementation == "xla":
-        at_once = TRITON_ROWS
-        implementation = choose(hidden[:at_once], head.weights, ask.num_top)
     if implementation == "xla":
         return in_rows()
     # From NumPy ids the mask is a constant of the program.

@@ -15,19 +15,17 @@ from jaxtyping import Array, Float, Int
 from .. import dispatch
 from ..dispatch import BackEnd
 from ..layer.fp8 import Fp8Groups
-from . import cudnn, mosaic, reference, triton
+from . import cudnn, mosaic, reference
 from .mask import WindowMask
 from .mosaic_tiling import choose_alike
 
-Implementation = Literal["xla", "cudnn", "triton", "mosaic"]
+Implementation = Literal["xla", "cudnn", "mosaic"]
 
-# The largest number of rows of a sequence at which each kernel was measured and was the fastest.
-# us a call on an H200, sequences x rows at a context, Mosaic / Triton / the better use of cuDNN:
-# SDAR-8B, 1 x 32 at 8k 16 / 24 / 140, 1 x 512 at 3.5k 52 / 108 / 119, 1 x 1,024 at 3k 113 / 224 /
-# 218; LLaDA-8B, 32 x 128 at 1k 192 / 298 / 382, 8 x 256 at 1k 92 / 151 / 250
-# (benchmarks/results/paged_attention_h200.json). Mosaic takes multiples of 16 rows.
+# The most rows of a sequence at which Mosaic's kernel was measured and was the fastest. us a call
+# on an H200, sequences x rows at a context, Mosaic / the better use of cuDNN: SDAR-8B, 1 x 32 at
+# 8k 16 / 140, 1 x 512 at 3.5k 52 / 119, 1 x 1,024 at 3k 113 / 218; LLaDA-8B, 32 x 128 at 1k
+# 192 / 382, 8 x 256 at 1k 92 / 250 (benchmarks/results/paged_attention_h200.json).
 MOSAIC_ROWS = 1024
-TRITON_ROWS = 128
 
 # Number of scores up to which XLA is faster than cuDNN, which runs one thread block per head and
 # sequence.
@@ -66,9 +64,8 @@ def paged_attention(
             if the kernel can round them in the same launch.
         one_rounding: With "mosaic", split the keys alike for any number of sequences, and for any
             number of rows from 128 on, so that a row's bits do not depend on them.
-        implementation: "xla" (any device, the reference), "cudnn" and "triton" (NVIDIA GPU,
-            16-bit), "mosaic" (Hopper, bfloat16, jax 0.11), or None for the fastest that supports
-            the arguments.
+        implementation: "xla" (any device, the reference), "cudnn" (NVIDIA GPU, 16-bit), "mosaic"
+            (Hopper, bfloat16, jax 0.11), or None for the fastest that supports the arguments.
 
     Returns:
         Rows that are not live hold arbitrary finite values.
@@ -102,7 +99,6 @@ def _back_ends(
     B, T, N, _ = q.shape
     scores = B * T * N * (page_table.shape[1] * k_pages.shape[2] + T)
     on_mosaic = mosaic.unsupported(q, k_pages, mask)
-    on_triton = triton.unsupported(q, k_pages, mask)
     # A canvas with its window on an H200, us, XLA / Mosaic. Head 256: 256 rows 62 / 32, with a
     # store 116 / 42, a prefill of 1,024 rows 239 / 41 (benchmarks/results/canvas_parts_h200.json).
     # Head 512, Mosaic with its merge: 256 rows of one slot 90 / 50, of four 294 / 152, of 16
@@ -110,7 +106,6 @@ def _back_ends(
     # (canvas_wide_h100.json).
     return {
         "mosaic": BackEnd(mosaic.attention, on_mosaic, T <= MOSAIC_ROWS),
-        "triton": BackEnd(triton.attention, on_triton, T <= TRITON_ROWS),
         "cudnn": BackEnd(cudnn.attention, cudnn.unsupported(q), scores >= XLA_SCORES),
         "xla": BackEnd(reference.attention),
     }

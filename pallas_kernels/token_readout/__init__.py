@@ -2,9 +2,7 @@
 
 from .api import (
     ID_STEP,
-    MOSAIC_ROWS,
     SHARE,
-    TRITON_ROWS,
     IdClasses,
     IdReadout,
     LawReadout,
@@ -14,6 +12,7 @@ from .api import (
     choose_with_classes,
     class_readout,
     law_readout,
+    most_rows,
     packed_codes,
     token_readout,
 )
@@ -22,9 +21,7 @@ from .reference import of_law
 
 __all__ = [
     "ID_STEP",
-    "MOSAIC_ROWS",
     "SHARE",
-    "TRITON_ROWS",
     "IdClasses",
     "IdReadout",
     "LawReadout",
@@ -35,6 +32,7 @@ __all__ = [
     "class_readout",
     "is_warm_row",
     "law_readout",
+    "most_rows",
     "of_law",
     "packed_codes",
     "token_readout",

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .. import dispatch
 from ..dispatch import BackEnd
 from ..layer import quantize_rows
-from . import mosaic, reference, triton
+from . import mosaic, reference
 from .head import Fp8Head
 from .result import ID_STEP as ID_STEP
 from .result import SHARE as SHARE
@@ -24,20 +24,12 @@ from .result import IdReadout as IdReadout
 from .result import LawReadout, TokenReadout
 from .result import packed_codes as packed_codes
 
-Implementation = Literal["xla", "triton", "mosaic"]
+Implementation = Literal["xla", "mosaic"]
 
-# The largest number of rows at which the Triton kernel was measured and was faster. us on an H200,
-# kernel / XLA, for a head of 151,936 ids: SDAR-1.7B 32 rows 156 / 188, 128 rows 190 /
-# 240, 256 rows 284 / 375, 1,024 rows 1,098 / 1,310; SDAR-8B 32 rows 316 / 364, 128 rows 368 / 417
-# (benchmarks/results/readout_h200.json).
-TRITON_ROWS = 1024
-# The most rows at which the kernel for Hopper was measured. us on an H200, Triton / Mosaic:
-# SDAR-1.7B 128 rows 181 / 165, 256 rows 298 / 246, 1,024 rows 1,106 / 904, 4,096 rows 4,357 (four
-# calls) / 3,558; SDAR-8B 128 rows 334 / 309, 1,024 rows 2,064 / 1,775
-# (benchmarks/results/readout_mosaic_h200.json).
+# The most rows at which the kernel for Hopper was measured. us on an H200, XLA / Mosaic: SDAR-1.7B
+# 128 rows 240 / 165, 256 rows 375 / 246, 1,024 rows 1,310 / 904; SDAR-8B 128 rows 417 / 309
+# (benchmarks/results/readout_h200.json, readout_mosaic_h200.json).
 MOSAIC_ROWS, MOSAIC_ROWS_8_BIT = 4096, 1024
-# The most rows at which the Triton form of `class_readout` was measured.
-TRITON_CLASSES = 128
 
 
 def token_readout(
@@ -62,9 +54,8 @@ def token_readout(
         cap: Logits become `cap * tanh(logits / cap)`; None leaves them.
         penalty: One id per row, and the number to subtract from its logit.
         num_top: Number of the likeliest ids to return.
-        implementation: "xla" (any device, the reference; writes the logits), "triton" (NVIDIA GPU,
-            16-bit), "mosaic" (Hopper, 16-bit), or None for the fastest that supports the
-            arguments.
+        implementation: "xla" (any device, the reference; writes the logits), "mosaic" (Hopper,
+            16-bit), or None for the fastest that supports the arguments.
 
     Returns:
         The confidence of a row is not finite if a logit is NaN or infinite, or if all ids are
@@ -201,9 +192,6 @@ def _with_classes(
     on_mosaic = on_mosaic or mosaic.unsupported(hidden, head, num_top)
     return {
         "mosaic": BackEnd(mosaic.read_classes, on_mosaic, rows <= most_rows(head)),
-        "triton": BackEnd(
-            triton.read_classes, triton.unsupported(hidden, head, num_top), rows <= TRITON_CLASSES
-        ),
         "xla": BackEnd(reference.read_classes),
     }
 
@@ -213,9 +201,6 @@ def _back_ends(hidden: Array, head: Array | Fp8Head, num_top: int) -> dict[Imple
     on_mosaic = mosaic.unsupported(hidden, head, num_top)
     return {
         "mosaic": BackEnd(mosaic.read, on_mosaic, rows <= most_rows(head)),
-        "triton": BackEnd(
-            triton.read, triton.unsupported(hidden, head, num_top), rows <= TRITON_ROWS
-        ),
         "xla": BackEnd(reference.read),
     }
 

@@ -25,7 +25,7 @@ GPU_PROGRAM = """HloModule jit__decode, is_scheduled=true
 FileNames
 1 "/src/dllm_jax/models/dense.py"
 2 "/src/dllm_jax/runner/forward.py"
-3 "/src/pallas_kernels/paged_attention/triton.py"
+3 "/src/pallas_kernels/paged_attention/mosaic.py"
 4 "/src/dllm_jax/runner/readout.py"
 5 "/src/pallas_kernels/kv_write/api.py"
 

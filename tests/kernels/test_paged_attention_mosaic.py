@@ -560,7 +560,13 @@ MODELS = {  # N G H
     [pytest.param(m, marks=() if m == "SDAR-1.7B" else pytest.mark.slow) for m in MODELS],
 )
 def test_mosaic_lowers_for_published_models(on_hopper, model):
-    cases = ((1, 32, 8, True), (1, 32, 128, False), (8, 128, 8, False), (32, 128, 8, True))
+    cases = (
+        (1, 1, 8, True),
+        (1, 32, 8, True),
+        (1, 32, 128, False),
+        (8, 128, 8, False),
+        (32, 128, 8, True),
+    )
     for B, T, C, by_blocks in cases:
         assert kernels(paged_attention, shapes(B, T, MODELS[model], C, by_blocks)) == 1
 
@@ -601,22 +607,16 @@ def test_a_cluster_merges_in_shared_memory_that_holds_its_parts(
     assert parts is not is_shared
 
 
-def test_mosaic_is_chosen_on_hopper_for_rows_of_sixteens(on_hopper):
+def test_mosaic_is_chosen_on_hopper(on_hopper):
     def chosen(arguments):
         return api.choose(arguments[0], arguments[3], arguments[5], arguments[6])
 
     heads = MODELS["SDAR-1.7B"]
-    of_rows = {T: chosen(shapes(1, T, heads)) for T in (4, 16, 32, 40, api.MOSAIC_ROWS)}
-    assert of_rows == {
-        4: "triton",
-        16: "mosaic",
-        32: "mosaic",
-        40: "triton",
-        api.MOSAIC_ROWS: "mosaic",
-    }
-    assert chosen(shapes(1, 32, (16, 8, 32))) == "triton"
+    of_rows = {T: chosen(shapes(1, T, heads)) for T in (1, 40, 1024, 1025)}
+    assert of_rows == {1: "mosaic", 40: "mosaic", 1024: "mosaic", 1025: "cudnn"}
+    assert chosen(shapes(1, 32, (16, 8, 32))) == "xla"
     many = shapes(1, 64, heads, by_blocks=False, num_blocks=33)
-    assert chosen(many) == "triton"
+    assert chosen(many) == "xla"
 
 
 def tiling_of(consumers, keys, stages, splits, is_cluster):
@@ -743,10 +743,10 @@ def test_mosaic_refuses_what_it_cannot_do(on_hopper):
     heads = MODELS["SDAR-1.7B"]
     assert refused(1, 32, heads) is None
     assert "head size of 64, 128, 256 or 512, got 96" in refused(1, 32, (4, 2, 96))
-    assert "rows that is a multiple of 16, got 20" in refused(1, 20, heads)
+    assert refused(1, 0, heads) == "needs at least one row"
     assert "at most 32 blocks, got 33" in refused(1, 64, heads, by_blocks=False, num_blocks=33)
-    arguments = shapes(1, 20, heads)
-    with pytest.raises(NotImplementedError, match='"mosaic": needs a number of rows'):
+    arguments = shapes(1, 20, (4, 2, 96))
+    with pytest.raises(NotImplementedError, match='"mosaic": needs a head size'):
         paged_attention(*arguments, implementation="mosaic")
     q, pool, mask = arguments[0], arguments[3], arguments[6]
     q: Any = jax.ShapeDtypeStruct((1, 32, 16, 128), jnp.float16)

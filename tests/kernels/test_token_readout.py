@@ -6,8 +6,6 @@ them, computes the head on every branch and runs the kernels of its layers and o
 """
 
 import functools
-import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +14,7 @@ import pytest
 
 from dllm_jax.api import generate
 from dllm_jax.bench.head import has_head
-from dllm_jax.kernels.token_readout import api, choose, law_readout, mosaic, token_readout, triton
+from dllm_jax.kernels.token_readout import api, law_readout, mosaic, token_readout
 from dllm_jax.kernels.token_readout.head import quantize_head
 from dllm_jax.models.head import Head
 from dllm_jax.runner import readout
@@ -24,10 +22,9 @@ from dllm_jax.strategies import MultiBD
 from dllm_jax.strategies.core.protocol import Readout
 from dllm_jax.strategies.core.state import NO_TOKEN, Sampling
 from tests.contract.models import plain
-from tests.cross_lowering import H200, triton_grids
+from tests.cross_lowering import H200
 from tests.oracles import token_readout as oracle
 
-SMALL = triton.Tiling(rows=16, ids=64, depth=32, num_warps=4, num_stages=2)
 PLAIN = {"scale": 1.0, "cap": None, "penalty": None, "num_top": 0}
 LENGTHS = 35, 301, 48  # rows, ids, width
 NEEDS_JAX = pytest.mark.skipif(
@@ -35,29 +32,25 @@ NEEDS_JAX = pytest.mark.skipif(
 )
 
 
-def by_mosaic(*arguments, num_top, **options):
-    """Two blocks of threads, and no likeliest ids."""
+READ = mosaic.read  # of which a test puts the interpreted one in its place
+
+
+def by_mosaic(*arguments, **options):
+    """Two blocks of threads, each of which computes by one warpgroup."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    tiling = mosaic.Tiling(ids=64, stages=2, shared="rows", blocks=2)
-    interpret = plgpu.InterpretGPUParams()
-    return mosaic.read(*arguments, **options, num_top=0, tiling=tiling, interpret=interpret)
+    tiling = mosaic.Tiling(ids=64, consumers=1, stages=2, shared="rows", blocks=2)
+    return READ(*arguments, **options, tiling=tiling, interpret=plgpu.InterpretGPUParams())
 
 
-FORM = {
-    "xla": functools.partial(token_readout, implementation="xla"),
-    "triton": functools.partial(triton.read, tiling=SMALL, interpret=True),
-    "mosaic": by_mosaic,
-}
-FORMS = ["xla", "triton", pytest.param("mosaic", marks=NEEDS_JAX)]
+FORM = {"xla": functools.partial(token_readout, implementation="xla"), "mosaic": by_mosaic}
+FORMS = ["xla", pytest.param("mosaic", marks=NEEDS_JAX)]
 
 
-def fitted(name, lengths, options) -> Any:
-    """The arguments of a back end: Mosaic takes whole swizzled tiles and no `num_top`."""
-    if name != "mosaic":
-        return lengths, options
+def fitted(name, lengths):
+    """The sizes of a back end: Mosaic takes whole swizzled tiles."""
     R, V, D = lengths
-    return (R, max(64, -(-V // 8) * 8), -(-D // 64) * 64), options | {"num_top": 0}
+    return lengths if name != "mosaic" else (R, max(64, -(-V // 8) * 8), -(-D // 64) * 64)
 
 
 def slow(*case):
@@ -102,22 +95,22 @@ def check(got, want, atol=2e-5):
 @pytest.mark.versions
 @pytest.mark.parametrize("name", FORMS)
 def test_readout_matches_numpy(name):
-    lengths, options = fitted(name, LENGTHS, everything(LENGTHS))
+    lengths, options = fitted(name, LENGTHS), everything(LENGTHS)
     arguments = draw(lengths)
     got = FORM[name](*arguments, **PLAIN | options)
     check(got, oracle.token_readout(*arguments, **options))
 
 
-@pytest.mark.slow("triton", unless="pallas_kernels")
+@pytest.mark.slow("mosaic", unless="pallas_kernels")
 @pytest.mark.versions
-@pytest.mark.parametrize("name", ["xla", "triton"])
+@pytest.mark.parametrize("name", FORMS)
 def test_a_head_in_8_bits_is_read_as_what_it_stands_for(name):
-    hidden, head, forbidden = draw((20, 130, 64))
+    hidden, head, forbidden = draw((20, 136, 128))
     small = quantize_head(head)
     stands_for = small.values.astype(jnp.float32) * small.scales[:, None]
     error = np.abs(np.asarray(stands_for) - np.asarray(head, np.float32))
     assert error.max() <= np.abs(np.asarray(head, np.float32)).max() / 16
-    options = everything((20, 130, 64))
+    options = everything((20, 136, 128))
     want = token_readout(
         hidden.astype(jnp.float32), stands_for, forbidden, **options, implementation="xla"
     )
@@ -133,7 +126,7 @@ def test_a_head_in_8_bits_is_read_as_what_it_stands_for(name):
 @pytest.mark.parametrize("options", [{}, {"num_top": 4}, {"cap": 3.0}])
 @pytest.mark.parametrize("name", FORMS)
 def test_readout_of_odd_sizes_matches_numpy(name, lengths, options):
-    lengths, options = fitted(name, lengths, options)
+    lengths = fitted(name, lengths)
     arguments = draw(lengths, seed=lengths[0])
     got = FORM[name](*arguments, **PLAIN | options)
     check(got, oracle.token_readout(*arguments, **options))
@@ -144,7 +137,7 @@ def test_readout_of_odd_sizes_matches_numpy(name, lengths, options):
 @pytest.mark.parametrize("name", FORMS)
 def test_ties_go_to_the_lowest_id_and_rows_without_a_number_stay_alone(name):
     """Products of small whole numbers are exact, and full of ties within and across tiles."""
-    (R, V, D), options = fitted(name, LENGTHS, {"num_top": 4})
+    (R, V, D), options = fitted(name, LENGTHS), {"num_top": 4}
     rng = np.random.default_rng(3)
     hidden = rng.integers(-1, 2, (R, D)).astype(np.float32)
     head = rng.integers(-1, 2, (V, D)).astype(np.float32)
@@ -167,40 +160,8 @@ def test_ties_go_to_the_lowest_id_and_rows_without_a_number_stay_alone(name):
     assert not np.isfinite(run(*rows, jnp.ones((V,), bool)).confidence).any()
 
 
-def test_readout_chooses_what_was_measured_to_be_fastest(monkeypatch):
-    def chosen(R, dtype="bfloat16", num_top=0):
-        hidden, head = (jax.ShapeDtypeStruct((n, 64), dtype) for n in (R, 500))
-        hidden = jnp.zeros(hidden.shape, hidden.dtype)
-        return choose(hidden, jnp.zeros(head.shape, head.dtype), num_top)
-
-    assert chosen(128) == "xla"
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert [chosen(R) for R in (1, 128, api.TRITON_ROWS)] == ["triton"] * 3
-    assert chosen(api.TRITON_ROWS + 1) == "xla"
-    assert chosen(128, dtype="float32") == "xla"
-    assert [chosen(128, num_top=n) for n in (4, 5)] == ["triton", "xla"]
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "sides"),  # us of a head of SDAR-1.7B in benchmarks/results/readout_h200.json
-    [
-        (32, (32, 128, 128, 4, 3)),  # 156
-        (128, (128, 256, 64, 8, 4)),  # 190
-        (256, (128, 256, 64, 8, 4)),  # 284
-        (1024, (128, 256, 64, 8, 3)),  # 1,098
-        (1, (16, 128, 128, 4, 3)),  # not timed, as the next: the least side, and a power of two
-        (33, (64, 256, 64, 8, 4)),
-    ],
-)
-def test_tilings_are_those_that_were_measured(num_rows, sides):
-    names = ("rows", "ids", "depth", "num_warps", "num_stages")
-    assert triton.choose_tiling(num_rows) == triton.Tiling(**dict(zip(names, sides, strict=True)))
-
-
 def test_readout_refuses_what_it_cannot_do():
     hidden, head, forbidden = draw(LENGTHS)
-    with pytest.raises(NotImplementedError, match='"triton": needs an NVIDIA GPU; use "xla"'):
-        token_readout(hidden, head, forbidden, implementation="triton")
     with pytest.raises(ValueError, match="implementation='cudnn' is not one of"):
         token_readout(hidden, head, forbidden, implementation="cudnn")  # pyright: ignore[reportArgumentType]
     for wrong in (jnp.ones(1), jnp.ones((len(hidden), 1))):
@@ -208,12 +169,6 @@ def test_readout_refuses_what_it_cannot_do():
             law_readout(hidden, head, forbidden, wrong)
     with pytest.raises(ValueError, match=r"must be \[R D\], \[V D\] and \[V\]"):
         token_readout(hidden, head[:, :32], forbidden)
-    why = triton.unsupported_arguments
-    assert "got float32 and bfloat16" in str(why(hidden.astype("float32"), head, 0))
-    assert "got D=40, V=301" in str(why(hidden[:, :40], head[:, :40], 0))
-    assert why(hidden, head, 5) == "names at most 4 likeliest ids, got num_top=5"
-    assert why(hidden, head, 4) is None
-    assert why(hidden[:0], head, 0) == "needs at least one row"
     assert token_readout(hidden[:0], head, forbidden).token.shape == (0,)
 
 
@@ -227,42 +182,25 @@ HEADS = {  # ids, width
 }
 
 
-@pytest.mark.versions
-@pytest.mark.parametrize(
-    "model", ["SDAR-8B", *(slow(model) for model in HEADS if model != "SDAR-8B")]
-)
-def test_triton_lowers_for_published_heads(model):
-    V, D = HEADS[model]
-    shape = jax.ShapeDtypeStruct
-    for R in (16, 32, 128, 256):
-        given = shape((R, D), jnp.bfloat16), shape((V, D), jnp.bfloat16), shape((V,), bool)
-        with jax.sharding.use_abstract_mesh(H200):
-            traced = jax.jit(functools.partial(triton.read, **PLAIN | {"num_top": 2})).trace(*given)
-            lowered = traced.lower(lowering_platforms=("cuda",))
-        tiling = triton.choose_tiling(R)
-        grid = (-(-R // tiling.rows), -(-V // tiling.ids), 1)
-        assert triton_grids(lowered.compiler_ir("stablehlo").operation) == [grid]
-
-
 # --- as decoding uses it ------------------------------------------------------------------------
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch):
-    """The kernel is chosen here, and runs as plain XLA."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(triton, "read", functools.partial(triton.read, interpret=True))
+def on_a_gpu(on_hopper, monkeypatch):
+    """The kernel is chosen here, and is interpreted."""
+    monkeypatch.setattr(mosaic, "read", by_mosaic)
 
 
 # Temperature, top-k and top-p of plain rows and of drawn ones.
 HOW = [(np.float32(t), np.int32(0), np.float32(1)) for t in (0.0, 1.3)]
 
 
+@NEEDS_JAX
 @pytest.mark.slow(unless="pallas_kernels")
 @pytest.mark.parametrize("rows_at_once", [1024, slow(16)])
 def test_decoding_reads_the_same_by_kernel_and_by_chunks(request, monkeypatch, rows_at_once):
-    R = LENGTHS[0]
-    hidden, weights, _ = draw(LENGTHS)
+    R, *_ = lengths = fitted("mosaic", LENGTHS)
+    hidden, weights, _ = draw(lengths)
     hidden = hidden.at[5].set(jnp.nan)
     keys = jax.random.split(jax.random.key(2), R)
     penalty = jnp.arange(R, dtype=jnp.int32), jnp.full((R,), 2.0)
@@ -280,14 +218,14 @@ def test_decoding_reads_the_same_by_kernel_and_by_chunks(request, monkeypatch, r
 
     want = list(all_cases(R))
     request.getfixturevalue("on_a_gpu")
-    monkeypatch.setattr(readout, "MOSAIC_ROWS", rows_at_once)
+    monkeypatch.setattr(readout, "most_rows", lambda _: rows_at_once)
     for got, reported in zip(all_cases(1), want, strict=True):  # all rows are one slot's
         assert (reported.token[5], got.token[5], got.confidence[5]) == (NO_TOKEN, NO_TOKEN, 1.0)
         assert got.token.tolist() == reported.token.tolist()
         assert np.delete(got.top_ids, 5, 0).tolist() == np.delete(reported.top_ids, 5, 0).tolist()
         for name in ("confidence", "entropy"):
             np.testing.assert_allclose(getattr(got, name), getattr(reported, name), atol=2e-6)
-    assert "pallas_call" in str(jax.make_jaxpr(read)(hidden, Sampling.greedy(R)))
+    assert "mpmd_map" in str(jax.make_jaxpr(read)(hidden, Sampling.greedy(R)))
     # Neighbours that are drawn change nothing of a row, bit for bit.
     mixed = Sampling(*(jnp.where(jnp.arange(R) % 2, b, a) for a, b in zip(*HOW, strict=True)))
     got, (plain_read, drawn_read, _) = jax.jit(read)(hidden, mixed), list(all_cases(R))
@@ -316,20 +254,21 @@ def step():
 
 
 @pytest.mark.slow(unless="pallas_kernels")
-def test_a_step_holds_no_logits_of_its_window_and_its_head_on_every_branch(step, monkeypatch):
+@NEEDS_JAX
+def test_a_step_holds_no_logits_of_its_window_and_its_head_on_every_branch(
+    step, on_hopper, monkeypatch
+):
     def lowered():
         generate._advance.clear_cache()
         with jax.sharding.use_abstract_mesh(H200):
             return generate._advance.trace(*step).lower(lowering_platforms=("cuda",))
 
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     text, program = lowered().as_text(), lowered().compiler_ir("hlo").as_hlo_text()
     assert "tensor<64x304xf32>" in text  # of a draw
     assert not {shape for shape in ("128x304", "1x128x304", "4x32x304") if f"<{shape}xf32>" in text}
     assert has_head(program, 304)
     assert not has_head(program, 303)
-    # No other Triton kernel is in the step.
-    assert set(re.findall('name = "(_?[a-z_]+)"', text)) == {"token_readout"}
+    assert "gpu$xla.gpu.triton" not in text
     # Without the kernel a greedy step has no head, though a drawn one still does.
     monkeypatch.setattr(readout, "token_readout", lambda hidden, *_, **__: made_up(len(hidden)))
     program = lowered().compiler_ir("hlo").as_hlo_text()
@@ -341,18 +280,6 @@ def test_a_step_holds_no_logits_of_its_window_and_its_head_on_every_branch(step,
 def made_up(R):
     row, none = jnp.zeros((R,)), jnp.zeros((R, 0))
     return api.TokenReadout(row.astype(jnp.int32), row + 0.5, row, none.astype(jnp.int32), none)
-
-
-@pytest.mark.versions
-@pytest.mark.gpu
-@pytest.mark.parametrize("R", [1, 32, 128, 200])
-@pytest.mark.parametrize("options", ["plain", "everything"])
-def test_readout_matches_numpy_on_a_gpu(R, options):
-    lengths = R, 5003, 256
-    options = everything(lengths) if options == "everything" else {"num_top": 4}
-    arguments = draw(lengths)
-    got = jax.jit(functools.partial(triton.read, **PLAIN | options))(*arguments)
-    check(got, oracle.token_readout(*arguments, **options), atol=1e-4)
 
 
 @pytest.mark.slow(unless="pallas_kernels")

@@ -151,7 +151,7 @@ def test_a_tile_is_special_where_it_or_a_row_of_its_warpgroup_is():
 )
 def test_mosaic_lowers_for_published_heads(on_hopper, model):
     V, D = HEADS[model]
-    for R in (128, 1024):
+    for R in (1, 128, 1024):
         call = functools.partial(token_readout, implementation="mosaic", scale=0.5, cap=30.0)
         given = real(R, D), real(V, D), real(V, dtype=bool)
         assert lowered(call, *given) == (1, 0)
@@ -159,7 +159,7 @@ def test_mosaic_lowers_for_published_heads(on_hopper, model):
 
 @pytest.mark.parametrize(
     ("rows", "kernels"),
-    [(1024, (1, 0)), (64, (0, 1)), slow(4096, (1, 0)), slow(8192, (1, 0)), slow(256, (1, 0))],
+    [(1024, (1, 0)), (1, (1, 0)), slow(4096, (1, 0)), slow(8192, (1, 0)), slow(256, (1, 0))],
 )
 def test_a_window_is_read_by_the_kernel_for_its_rows(on_hopper, rows, kernels):
     V, D = HEADS["SDAR-1.7B"]
@@ -181,22 +181,25 @@ def test_many_at_once_are_one_kernel_many_times(on_hopper):
 
 
 def test_mosaic_is_chosen_for_the_rows_it_was_measured_to_win(on_hopper):
-    def chosen(rows, dtype="bfloat16", num_top=0, ids=151936):
-        return choose(real(rows, 2048, dtype=dtype), real(ids, 2048, dtype=dtype), num_top)
+    def chosen(rows, dtype="bfloat16", num_top=0, ids=151936, is_8_bit=False):
+        head = real(ids, 2048, dtype=dtype)
+        head = jax.eval_shape(quantize_head, head) if is_8_bit else head
+        return choose(real(rows, 2048, dtype=dtype), head, num_top)
 
-    assert [chosen(R) for R in (api.FEWEST_MOSAIC_ROWS, 1024, api.MOSAIC_ROWS)] == ["mosaic"] * 3
-    assert chosen(api.FEWEST_MOSAIC_ROWS - 1) == "triton"
-    assert chosen(api.MOSAIC_ROWS + 1) == "xla"
-    assert chosen(1024, num_top=2) == "triton"
-    assert chosen(1024, ids=151665) == "triton"
-    assert chosen(1024, dtype="float32") == "xla"
+    assert [chosen(R) for R in (1, 100, api.MOSAIC_ROWS)] == ["mosaic"] * 3
+    assert [chosen(R, is_8_bit=True) for R in (1, api.MOSAIC_ROWS_8_BIT)] == ["mosaic"] * 2
+    assert chosen(api.MOSAIC_ROWS + 1) == chosen(api.MOSAIC_ROWS_8_BIT + 1, is_8_bit=True) == "xla"
+    assert [chosen(1024, num_top=n) for n in (mosaic.MAX_TOP, mosaic.MAX_TOP + 1)] == [
+        "mosaic",
+        "xla",
+    ]
+    assert chosen(1024, ids=151665) == chosen(1024, dtype="float32") == "xla"
 
     def with_classes(rows, of_slot, ids=151936):
         return choose_with_classes(real(rows, 2048), real(ids, 2048), 0, of_slot)
 
-    assert [with_classes(*one) for one in ((128, 128), (1024, 128), (4096, 64))] == ["mosaic"] * 3
-    assert with_classes(100, 100) == with_classes(128, 16) == with_classes(64, 64) == "triton"
-    assert with_classes(256, 32) == with_classes(256, 128, ids=151968) == "xla"
+    assert [with_classes(*one) for one in ((9, 9), (1024, 128), (4096, 64))] == ["mosaic"] * 3
+    assert with_classes(128, 16) == with_classes(256, 128, ids=151968) == "xla"
 
 
 @pytest.mark.parametrize(
@@ -210,12 +213,13 @@ def test_mosaic_is_chosen_for_the_rows_it_was_measured_to_win(on_hopper):
         ("SDAR-8B", 1024, 256, "head"),  # 1,775, 1,771
         ("LLaDA2-mini", 128, 256, "rows"),  # not timed, as the next: 5 turns, and 7
         ("SDAR-1.7B", 300, 256, "rows"),
+        ("SDAR-1.7B", 1, 256, "rows"),
     ],
 )
 def test_tiles_have_one_width_whatever_the_rows(model, rows, ids, shared):
     tiling = mosaic.choose_tiling(rows, HEADS[model][0])
     assert (tiling.ids, tiling.shared) == (ids, shared)
-    bytes_of_a_step = 2 * 64 * (128 + ids)
+    bytes_of_a_step = 2 * 64 * (64 * tiling.consumers + ids)
     room = SHARED_BYTES - tiling.stages * bytes_of_a_step
     assert 0 < room < bytes_of_a_step
 
@@ -227,13 +231,14 @@ def test_mosaic_refuses_what_it_cannot_do(monkeypatch):
     law = real(8, 96, dtype=jnp.float16), real(2 * SHARE, 96)
     assert mosaic.unsupported_law(*law) == "needs rows in bfloat16, got float16"
     small = jax.eval_shape(quantize_head, law[1])
-    assert "multiple of 128 in 8 bits, got 96" in str(mosaic.unsupported_law(law[1], small))
     why = mosaic.unsupported_arguments
+    assert "multiple of 128 and" in str(why(law[1], small, 0))
+    assert "bfloat16 for a head in 8 bits, got float16" in str(why(law[0], small, 0))
     assert "got float32 and bfloat16" in str(why(hidden.astype("float32"), head, 0))
     assert "got D=40, V=304" in str(why(hidden[:, :40], head[:, :40], 0))
     assert "got D=64, V=301" in str(why(hidden, head[:301], 0))
     assert "192 or more, got D=64, V=184" in str(why(hidden, head[:184], 0))
-    assert why(hidden, head, 1) == "names no likeliest ids but the first, got num_top=1"
+    assert why(hidden, head, 9) == "names at most 8 likeliest ids, got num_top=9"
     assert why(hidden[:0], head, 0) == "needs at least one row"
     assert why(hidden, head, 0) is None
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))

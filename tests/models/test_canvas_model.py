@@ -17,7 +17,7 @@ import pytest
 import dllm_jax as dj
 from dllm_jax.kernels.kv_write import page_slots, write_rows
 from dllm_jax.kernels.layer import reference as layer_ops
-from dllm_jax.kernels.paged_attention import WindowMask, paged_attention, triton
+from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
 from dllm_jax.kernels.paged_attention.mask import within_reach
 from dllm_jax.models import dense, gemma, quantization
 from dllm_jax.models.kv_cache import new_pool
@@ -399,27 +399,6 @@ def test_pages_within_reach_hold_all_that_a_canvas_sees(window):
                 np.testing.assert_array_equal(one, other)
         np.testing.assert_array_equal(near.sees_fresh(), mask.sees_fresh())
     assert within_reach(mask.replace(context_is_before=False), table, PAGE)[1] is table
-
-
-def test_triton_refuses_a_window_that_counts_from_a_block():
-    mask = WindowMask(
-        cell=jnp.arange(16)[None],
-        start=jnp.array([0]),
-        live=jnp.array([[0, 16]]),
-        context_len=jnp.array([0]),
-        visible=None,
-        causal=jnp.array([False]),
-        block_size=16,
-        window=4,
-        by_block=True,
-    )
-    q = jnp.zeros((1, 16, 2, 64), jnp.bfloat16)
-    pages = jnp.zeros((1, 1, 64, 64), jnp.bfloat16)
-    arguments = (q, q[:, :, :1], q[:, :, :1], pages, pages, jnp.zeros((1, 1), jnp.int32), mask)
-    for refused in (mask, mask.replace(window=None, causal=jnp.array([[False]]))):
-        assert triton.unsupported_arguments(q, pages, refused)
-        with pytest.raises(NotImplementedError, match='implementation="triton"'):
-            paged_attention(*arguments[:-1], refused, implementation="triton")
 
 
 @pytest.mark.long

@@ -206,7 +206,7 @@ TOGETHER = """
 --watch --json | --watch-delay 1 | --half plain | --raw --prompt-file x
 --accept-threshold -1 | --strategy block_diffusion --set remasking=x | --tp 2 | --revision main
 --strategy multi_bd:x | --strategy json:x | --strategy os:getcwd | --max-num-batched-tokens 0
---strategy full_sequence --set cache=x | --attention-implementation triton
+--strategy full_sequence --set cache=x
 --attention-implementation mosaic | --attention-implementation cudnn | --stop-token-ids -3
 --tokenizer x | --top-p 0 | --suffix= | --dtype float64 | --quantization int8
 """
