@@ -45,6 +45,7 @@ from .result import (
 )
 
 _ROWS = 64  # of a warpgroup
+_LEAST_OF_SLOT = 16  # fewer rows of a slot are not worth a warpgroup; not measured
 MAX_TOP = 8
 _LINE = 128  # bytes of a swizzled line
 _STEP = 64  # 16-bit components of a line
@@ -123,9 +124,9 @@ def unsupported_classes(num_rows: int, of_slot: int, num_ids: int) -> str | None
     """Why no device can read `num_rows` rows by classes, `of_slot` of each slot, or None."""
     if num_ids % ID_STEP:
         return f"needs ids in a multiple of {ID_STEP}, got {num_ids}"
-    if of_slot == num_rows or of_slot % _ROWS == 0:
+    if of_slot == num_rows or of_slot % _ROWS == 0 or of_slot >= _LEAST_OF_SLOT:
         return None
-    return f"needs a slot's rows in a multiple of {_ROWS}, got {of_slot}"
+    return f"needs {_LEAST_OF_SLOT} rows of a slot or more, got {of_slot}"
 
 
 def unsupported_law(hidden: Array, head: Array | Fp8Head) -> str | None:
@@ -190,10 +191,27 @@ def read_classes(
     interpret: Any = None,
 ) -> tuple[TokenReadout, IdReadout]:
     """See `api.class_readout`; `interpret` as in `read`."""
+    B, how = len(classes.codes), {"scale": scale, "cap": cap, "num_top": num_top}
+    T = len(hidden) // B
+    spare = 0 if B == 1 else -T % _ROWS
+
+    def of_slots(leaf: Array, rows: int) -> Array:
+        return leaf.reshape(B, rows, *leaf.shape[1:])
+
+    def padded(leaf: Array) -> Array:  # a warpgroup has rows of one slot
+        wide = jnp.pad(of_slots(leaf, T), ((0, 0), (0, spare), *[(0, 0)] * (leaf.ndim - 1)))
+        return wide.reshape(B * (T + spare), *leaf.shape[1:])
+
+    def cut(leaf: Array) -> Array:
+        return of_slots(leaf, T + spare)[:, :T].reshape(B * T, *leaf.shape[1:])
+
+    if spare:
+        hidden, penalty = jax.tree.map(padded, (hidden, penalty))
+        how |= {"penalty": penalty, "tiling": tiling, "interpret": interpret}
+        return jax.tree.map(cut, read_classes(hidden, head, forbidden, classes, **how))
     rows, tiling = _prepared(hidden, head, tiling)
     given = forbidden.astype(np.int32), _has_forbidden(forbidden, tiling), penalty, None, classes
-    how = {"scale": scale, "cap": cap, "num_top": num_top, "tiling": tiling}
-    parts, found = _run(rows, head, *given, **how, interpret=interpret)
+    parts, found = _run(rows, head, *given, **how, tiling=tiling, interpret=interpret)
     whole = joined(parts)
     wide, token = joined_maxima(found["wide"], found["wide_token"], axis=1)
     log_mass = whole.peak + jnp.log(whole.mass)

@@ -198,8 +198,8 @@ def test_mosaic_is_chosen_for_the_rows_it_was_measured_to_win(on_hopper):
     def with_classes(rows, of_slot, ids=151936):
         return choose_with_classes(real(rows, 2048), real(ids, 2048), 0, of_slot)
 
-    assert [with_classes(*one) for one in ((9, 9), (1024, 128), (4096, 64))] == ["mosaic"] * 3
-    assert with_classes(128, 16) == with_classes(256, 128, ids=151968) == "xla"
+    assert [with_classes(*one) for one in ((9, 9), (128, 32), (4096, 64))] == ["mosaic"] * 3
+    assert with_classes(128, 8) == with_classes(256, 128, ids=151968) == "xla"
 
 
 @pytest.mark.parametrize(
