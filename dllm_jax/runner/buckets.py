@@ -130,10 +130,10 @@ def no_record(strategy: Any) -> str:
 
 def _kept(config: EngineConfig, strategy: Any) -> bool:
     """Whether log-probabilities are kept."""
-    if config.logprobs and not strategy.holds_constraints:
+    if config.logprobs and not (strategy.holds_constraints or strategy.needs.fills_holes):
         raise ValueError(
-            f"logprobs=True: tokens of {strategy.name} move, or stay by chance, so no single "
-            "forward says how likely they were; leave it out, or use another strategy"
+            f"logprobs=True: tokens of {strategy.name} move, so no single forward says how likely "
+            "they were; leave it out, or use another strategy"
         )
     return config.logprobs
 

@@ -222,6 +222,15 @@ class ForwardOutput(Protocol):
         """
         raise ValueError("this model has no log-probabilities; run a network")
 
+    def chose(self, tokens: Int[Array, "B K S"], ask: Readout) -> None:
+        """Say which tokens a strategy took from these rows by a rule of its own, without `predict`.
+
+        Nothing is computed, but for whoever keeps log-probabilities (`core.recording`).
+
+        Args:
+            ask: What `predict` would have been asked.
+        """
+
     def soft(self, temperature: float | Float[Array, "B 1 1"] = 1.0) -> Float[Array, "B K S D"]:
         """Expected embedding of each cell at a temperature, aligned."""
         ...

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.extend.core import get_opaque_trace_state
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from . import blocks
 from .forward import ForwardOutput, Readout, TokenStats
@@ -79,6 +79,13 @@ class _RecordedOutput(struct.PyTreeNode):
         """Statistics aligned with the cells; see the protocol."""
         ask = _bare(ask)
         return self.recorder.keep(Answer(self.out, ask, self.out.read(ask)))
+
+    def chose(self, tokens: Int[Array, "B K S"], ask: Readout) -> None:
+        """Tokens that no `predict` named; nothing else is known of them."""
+        unknown = jnp.full(tokens.shape, jnp.nan)
+        none = jnp.zeros((*tokens.shape, 0))
+        stats = TokenStats(tokens, unknown, unknown, none.astype(jnp.int32), none)
+        self.recorder.keep(Answer(self.out, _bare(ask), stats))
 
 
 def _bare(tree: Any) -> Any:

@@ -33,6 +33,7 @@ import numpy as np
 from flax import struct
 
 from ..core import blocks, random
+from ..core.forward import Readout
 from ..core.knobs import Knob, at_slot, knob
 from ..core.needs import Needs
 from ..core.protocol import Strategy, Taps
@@ -181,6 +182,7 @@ class DFlash(Strategy):
         context = self._context(forward, out, state, live, width)
         if self.acceptance == "rejection":
             truth, right = rejection.judge(forward, draft, state, out, drafted, block[:, 0, :width])
+            out.chose(truth, Readout(where=cell > 0, sampling=state.sampling, width=width))
             return out, context, truth, right
         return out, context, *drafting.match(out, state, block, width)
 

@@ -73,19 +73,30 @@ def test_written_tokens_are_as_likely_as_their_forward_said(strategy):
         assert recorded.is_edit.any()
 
 
-@pytest.mark.parametrize("name", ["ar", pytest.param("dflash", marks=pytest.mark.slow)])
-def test_causal_texts_have_the_exact_conditionals(name):
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("ar", {}),
+        pytest.param("dflash", {}, marks=pytest.mark.slow),
+        pytest.param("dflash", {"acceptance": "rejection"}, marks=pytest.mark.slow),
+    ],
+)
+def test_causal_texts_have_the_exact_conditionals(name, how):
     c = case(name)
-    llm = engine_of(c.model, c.strategy, toy.config_of(name, logprobs=True), **dict(c.aux))
-    params = SamplingParams(max_tokens=12, temperature=0.8, seed=3, logprobs=0, record=True)
-    (one,) = llm.generate([PROMPT], params)[0].outputs
-    rows = c.model.logits([PROMPT + one.token_ids], attention="causal")[0]
-    law = jax.nn.log_softmax(rows)[len(PROMPT) - 1 :]
+    prompt, strategy = [*c.requests[0].prompt], c.strategy.replace(**how)
+    llm = engine_of(c.model, strategy, toy.config_of(name, logprobs=True), **dict(c.aux))
+    params = SamplingParams(max_tokens=12, temperature=0.8, seed=0, logprobs=0, record=not how)
+    (one,) = llm.generate([prompt], params)[0].outputs
+    rows = c.model.logits([prompt + one.token_ids], attention="causal")[0]
+    law = jax.nn.log_softmax(rows)[len(prompt) - 1 :]
     said = [values[token] for token, values in zip(one.token_ids, one.logprobs, strict=True)]
     np.testing.assert_allclose(said, [law[i, t] for i, t in enumerate(one.token_ids)], atol=1e-4)
+    if how:
+        assert llm.engine.drafted.accepted[0] > 0
+        return
     assert (one.record.align, one.record.step[0]) == ("causal", -1)
     never = c.model.forbidden(np.arange(models.VOCAB))
-    drawn = jax.nn.log_softmax(np.where(never, -np.inf, rows / 0.8))[len(PROMPT) - 1 :]
+    drawn = jax.nn.log_softmax(np.where(never, -np.inf, rows / 0.8))[len(prompt) - 1 :]
     want = [drawn[i, t] for i, t in enumerate(one.token_ids)]
     np.testing.assert_allclose(one.record.log_probs, want, atol=1e-4)
 
