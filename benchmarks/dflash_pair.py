@@ -32,7 +32,6 @@ from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.dense import random_params
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
-from dllm_jax.runner.forward import ModelForward
 from dllm_jax.strategies import AR, DFlash
 from dllm_jax.strategies.core.state import RUNNING, STOP
 from dllm_jax.tasks import evaluate
@@ -224,12 +223,11 @@ def entropy(model, work, texts):
     total = count = 0.0
     longest = max(n + len(t) for n, t in zip(work.lengths, texts, strict=True))
     size = -(-int(longest) // 64) * 64
-    forbidden = ModelForward(model).forbidden
 
     @jax.jit
     def law(model, ids):
         logits = model.logits(ids, "causal")
-        never = forbidden(jnp.arange(logits.shape[-1]))
+        never = model.forbidden(jnp.arange(logits.shape[-1]))
         log = jax.nn.log_softmax(jnp.where(never[None, None], -jnp.inf, logits), axis=-1)
         return -jnp.sum(jnp.where(log > -jnp.inf, jnp.exp(log) * log, 0.0), axis=-1)
 
