@@ -20,10 +20,10 @@ from dllm_jax.cli import entry
 from dllm_jax.cli import strategy as cli_strategy
 from dllm_jax.cli.strategy import given_fields
 from dllm_jax.runner.forward import ModelForward
-from dllm_jax.strategies import DMax, StepInfo, TokenStats
-from dllm_jax.strategies.core import driver, sampling, token_merge
+from dllm_jax.strategies import DMax, TokenStats
+from dllm_jax.strategies.core import driver, token_merge
 from dllm_jax.strategies.core.protocol import PerSlot, SlotSpec, split_knobs
-from dllm_jax.strategies.core.state import DUMMY, FINISH_REASONS, RUNNING, Carry, DecodeState
+from dllm_jax.strategies.core.state import DUMMY, FINISH_REASONS, RUNNING, DecodeState
 from dllm_jax.strategies.testing import random_model
 from dllm_jax.strategies.testing.script import Trace, run_script
 from tests.contract import cases, dense, dense_blocks, dense_dmax, models
@@ -472,63 +472,6 @@ def test_a_mixture_has_the_numbers_of_the_notes() -> None:
 def test_a_certain_token_is_its_plain_embedding() -> None:
     soft = token_merge.of_token(one_cell(A_ID), one_cell(1.0000001), one_cell(True))
     assert embedded(token_merge.beside_mask(soft, M_ID)) == [3.0, 0.0]
-
-
-def carried(shape: tuple[int, int, int], num_ids: int) -> DecodeState:
-    """A state of one slot with no descriptor."""
-    B, K, S = shape
-    strategy = DMax(block_size=S, buffer_size=K)
-    limits: dict[str, Any] = {"max_tokens": 8, "eos_ids": ()}
-    case = Case([1], np.zeros((1, 1)), np.zeros((1, 1)), limits)
-    state = batch_state(strategy, [case] * B, jax.random.split(jax.random.key(0), B), {})
-    spec = SlotSpec(B, K, S, 8, 0, M_ID, jnp.float32)
-    leaves = token_merge.init(spec, num_ids)
-    return state.replace(carry=driver.broadcast_carry(Carry(tokens=leaves), spec))
-
-
-def test_remember_replaces_and_clears_where_it_may() -> None:
-    state = carried((2, 2, 4), num_ids=3)
-    assert not token_merge.recall(state).on.any()
-    cell = jnp.arange(16).reshape(2, 2, 4)
-    new = token_merge.Descriptors(
-        ids=jnp.stack([cell, cell + 1, cell + 2], axis=-1),
-        probs=jnp.full((2, 2, 4, 3), 0.25),
-        rest=jnp.full((2, 2, 4), 0.25),
-        on=jnp.ones((2, 2, 4), bool),
-    )
-    remember = jax.jit(token_merge.remember)
-    first = remember(state, new, cell < 12)
-    kept = token_merge.recall(first)
-    np.testing.assert_array_equal(kept.on, cell < 12)
-    np.testing.assert_array_equal(kept.ids[1, 0], new.ids[1, 0])
-    assert (np.asarray(kept.ids[1, 1]) == M_ID).all()
-    second = remember(first, new.replace(on=~new.on), (cell >= 2) & (cell < 4))
-    np.testing.assert_array_equal(
-        token_merge.recall(second).on, (cell < 12) & ((cell < 2) | (cell > 3))
-    )
-    # They slide with the window, and a new cell has none.
-    info = step_info(4)
-    spec = SlotSpec(2, 2, 4, 8, 0, M_ID, jnp.float32)
-    fresh = driver.broadcast_carry(Carry(tokens=token_merge.init(spec, 3)), spec)
-    slid = token_merge.recall(jax.jit(driver.slide)(first, info, fresh))
-    np.testing.assert_array_equal(slid.ids[:, 0], kept.ids[:, 1])
-    np.testing.assert_array_equal(slid.on[:, 0], kept.on[:, 1])
-    assert not slid.on[:, 1].any()
-
-
-def step_info(commit: int) -> StepInfo:
-    one = jnp.ones(2, jnp.int32)
-    return StepInfo(commit_len=one * commit, settled_len=one * commit, accepted=one, nfe=one)
-
-
-def test_the_leftmost_sure_run() -> None:
-    confidence = jnp.array([[[0.5, 0.4, 0.9, 0.9], [0.1, 0.9, 0.9, 0.9], [0.9, 0.9, 0.1, 0.9]]])
-    among = jnp.array([[[1, 1, 1, 1], [0, 1, 0, 1], [0, 0, 1, 1]]], bool)
-    zeros = jnp.zeros((1, 3, 4))
-    stats = TokenStats(zeros.astype(int), confidence, zeros, zeros[..., None], zeros[..., None])
-    got = sampling.leftmost_sure(stats, PerSlot(jnp.full(1, 0.5)), among)
-    wanted = [[[1, 0, 0, 0], [0, 1, 0, 1], [0, 0, 1, 0]]]
-    np.testing.assert_array_equal(got, np.array(wanted, bool))
 
 
 # --- drawn tokens ---------------------------------------------------------------------------------
