@@ -93,7 +93,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     text = collection_path.read_text(encoding="utf-8")
     if "not long" in marks:
-        is_long = re.search(r"^pytestmark = (\[\s+)?pytest\.mark\.long\b", text, re.MULTILINE)
+        is_long = re.search(r"^pytestmark = (\[\s*)?pytest\.mark\.long\b", text, re.MULTILINE)
         others = is_long and not _of_changed_kernels(collection_path)
     else:
         wanted = re.match("long|versions", marks)

@@ -379,39 +379,6 @@ def cells(mask: Any) -> list[str]:
     return ["".join("x" if cell else "." for cell in row[0]) for row in np.asarray(mask)]
 
 
-def test_text_ends_at_the_limit_and_dummies_hold_none() -> None:
-    state = window(["x___", "x___", "____"], [A, T, 0], limit=[10, 99, 99])
-    assert cells(dual_cache.text_cells(state)) == ["xx..", "xxxx", "...."]
-
-
-@pytest.mark.parametrize(
-    ("row", "limit", "want"),
-    [
-        ("x_x_____", 99, "xxxx...."),
-        ("xxxx____", 99, "....xxxx"),
-        ("xxxxx_x_", 99, "....xxxx"),
-        ("xxxx____", 14, "....xx.."),
-        ("xxxx____", 12, "........"),
-        ("xxxxxxxx", 99, "........"),
-        ("________", 99, "xxxx...."),
-    ],
-)
-def test_the_sub_block_is_the_leftmost_with_a_hole(row: str, limit: int, want: str) -> None:
-    state = window([row, "xxxxxxxx"], [A, T], limit=[limit, 99])
-    assert cells(dual_cache.sub_block(state, 4)) == [want, "........"]
-    # Cells of a prompt are no holes, whatever `filled` says.
-    state = window(["________"], [A], prompt_len=[12])
-    assert cells(dual_cache.sub_block(state, 4)) == ["....xxxx"]
-
-
-def test_a_sub_block_runs_alone_behind_a_filled_cell_of_a_stored_block() -> None:
-    rows = ["x___", "x___", "xx__", "xxx_", "xxxx"]
-    state = window(rows, [A, A, A, A, T], steps=[1, 0, 3, 1, 4])
-    refine = dual_cache.may_refine(state, dual_cache.sub_block(state, 2))
-    # The third and fourth: the sub-block "__" begins with a hole, "x_" does not.
-    assert refine.tolist() == [True, False, False, True, False]
-
-
 class _Spy:
     """A forward that keeps what it is called with, and predicts a seed of 7."""
 

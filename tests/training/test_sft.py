@@ -17,13 +17,7 @@ from dllm_jax.training import denoising, sft
 from tests.oracles.checkpoints import write_tiny
 
 T, SIZE = 16, 4
-
-
-@pytest.fixture(autouse=True)
-def promotion():
-    # optax mixes dtypes, dllm_jax.models ranks
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("promotion")
 
 
 def truth(model, tokens, learnt, hidden, weight, kind):

@@ -16,7 +16,8 @@ import dllm_jax as dj
 from dllm_jax.models import dense
 from dllm_jax.training import ar, dflash, export, loop, report, responses, stream
 
-pytestmark = pytest.mark.slow  # a minute an interpreter, and the loop changes seldom
+# A minute an interpreter, and the loop changes seldom.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("promotion")]
 
 DATA = stream.StreamConfig(batch_size=8, lengths=(176, 176), room=1, hard_share=0.0)
 AR = ar.TrainConfig(
@@ -46,20 +47,12 @@ DRAFT = dflash.TrainConfig(
 )
 
 
-@pytest.fixture(autouse=True)
-def promotion():
-    # optax mixes dtypes, dllm_jax.models ranks
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     """A folder of a trained target, and its run's folder."""
     out = tmp_path_factory.mktemp("ar")
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        run = ar.train(AR, out, num_workers=0, say=lambda _: None)
-        export.save_causal(run["params"], AR.model, run["tokenizer"], out / "model")
+    run = ar.train(AR, out, num_workers=0, say=lambda _: None)
+    export.save_causal(run["params"], AR.model, run["tokenizer"], out / "model")
     return out
 
 
@@ -68,9 +61,8 @@ def drafted(target, tmp_path_factory):
     """The folder and the result of a run that trained a draft."""
     out = tmp_path_factory.mktemp("dflash")
     config = dataclasses.replace(DRAFT, target=str(target / "model"))
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        run = dflash.train(config, out, num_workers=0, say=lambda _: None)
-        export.save_draft(run["params"], run["model_config"], run["target"], out / "model")
+    run = dflash.train(config, out, num_workers=0, say=lambda _: None)
+    export.save_draft(run["params"], run["model_config"], run["target"], out / "model")
     return config, out, run
 
 

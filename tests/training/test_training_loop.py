@@ -1,5 +1,5 @@
-"""Proves the loop: the loss falls, a resumed run is the uninterrupted one, the stream is a function
-of its position, and an exported run loads like any checkpoint.
+"""Proves the loop: the loss falls, the stream is a function of its position, and an exported run
+loads like any checkpoint. That a resumed run is the uninterrupted one: test_training_kinds.py.
 """
 
 import dataclasses
@@ -29,21 +29,14 @@ TINY = sdar.TrainConfig(
 )  # fmt: skip
 
 
-pytestmark = pytest.mark.slow  # a minute an interpreter, and the loop changes seldom
-
-
-@pytest.fixture(autouse=True)
-def promotion():
-    # optax mixes dtypes, dllm_jax.models ranks
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+# A minute an interpreter, and the loop changes seldom.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("promotion")]
 
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
     out = tmp_path_factory.mktemp("whole")
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return out, sdar.train(TINY, out, num_workers=0, say=lambda _: None)
+    return out, sdar.train(TINY, out, num_workers=0, say=lambda _: None)
 
 
 def test_fifty_steps_lower_the_loss(whole_run) -> None:
@@ -56,35 +49,6 @@ def test_fifty_steps_lower_the_loss(whole_run) -> None:
     assert steps[-1]["lr_factor"] < 0.1
     report.draw_curves(out / "metrics.jsonl", out / "curves.png")
     assert (out / "curves.png").stat().st_size > 5000
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one(whole_run, tmp_path, monkeypatch) -> None:
-    _, whole = whole_run
-    lines: list[str] = []
-
-    class Enough(Exception):
-        pass
-
-    real = loop.learning_rate_factor
-    calls = []
-
-    def stop_after_seven(config, progress):
-        calls.append(progress)
-        if len(calls) == 8:
-            raise Enough
-        return real(config, progress)
-
-    # an interrupted call leaves the checkpoint it last wrote: here, one after every step
-    config = dataclasses.replace(TINY, checkpoint_seconds=-1.0)
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "learning_rate_factor", stop_after_seven)
-        with pytest.raises(Enough):
-            sdar.train(config, tmp_path, num_workers=0, say=lines.append)
-    run = sdar.train(TINY, tmp_path, num_workers=0, say=lines.append)
-    assert any("resumed at step 7" in line for line in lines)
-    assert run["step"] == 50
-    for a, b in zip(jax.tree.leaves(run["params"]), jax.tree.leaves(whole["params"]), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_a_time_limit_ends_with_a_checkpoint(tmp_path) -> None:

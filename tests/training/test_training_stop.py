@@ -23,14 +23,8 @@ import pytest
 from dllm_jax.convert import converted
 from dllm_jax.training import loop, run_folder, run_state, stream
 
+pytestmark = pytest.mark.usefixtures("promotion")
 CONFIG = loop.RunConfig(num_steps=6, evals=0, log_every=1, compute_dtype="float32")
-
-
-@pytest.fixture(autouse=True)
-def promotion():
-    # optax mixes dtypes
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def a_task(score=lambda params, rows: []) -> loop.Task:
