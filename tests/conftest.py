@@ -197,6 +197,30 @@ def random_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_hf(params, cfg, folder, "float32", extra_config=extra)
 
 
+@pytest.fixture(scope="session")
+def model(random_folder):
+    """The model of `random_folder`, where a file has no `model` of its own."""
+    import dllm_jax as dj
+
+    return dj.load(random_folder)
+
+
+@pytest.fixture
+def no_compile_cache(monkeypatch):
+    """Commands and engines keep no compiled programs."""
+    for place in ("loading.jax_settings", "api.llm"):
+        monkeypatch.setattr(f"dllm_jax.{place}.enable_compile_cache", lambda: None)
+
+
+@pytest.fixture
+def highest_precision():
+    """Products in float32, as the oracles have them."""
+    import jax
+
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 @pytest.fixture
 def on_hopper(monkeypatch):
     """Tracing and lowering as on a Hopper GPU."""

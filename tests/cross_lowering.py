@@ -1,6 +1,15 @@
-"""Kernels of the Triton kind lowered for a GPU on a machine that has none."""
+"""What tests of kernels for a GPU need on a machine that has none."""
 
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
+
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the Mosaic forms need jax 0.11.2"
+)
 
 H200 = AbstractMesh(
     (),
@@ -28,3 +37,9 @@ def triton_grids(operation):
             assert module.operation.verify()
         found.append(tuple(ir.IntegerAttr(settings[f"grid_{axis}"]).value for axis in "xyz"))
     return found
+
+
+def shared_arrays(scratch_types):
+    """Arrays of shared memory of a Mosaic kernel and their bytes, barriers left out."""
+    arrays = [s for s in scratch_types if hasattr(s, "dtype") and hasattr(s, "shape")]
+    return arrays, sum(math.prod(s.shape) * jnp.dtype(s.dtype).itemsize for s in arrays)

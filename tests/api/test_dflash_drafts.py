@@ -18,8 +18,7 @@ from dllm_jax.cli import main
 from dllm_jax.strategies import AR, DFlash
 from dllm_jax.strategies.core.needs import Needs
 from tests.contract import models
-from tests.oracles.checkpoints import write_tiny, write_words
-from tests.oracles.draft_files import CONFIG, write_draft
+from tests.oracles.draft_files import CONFIG, write_pair
 
 pytestmark = pytest.mark.long
 
@@ -30,12 +29,7 @@ PROMPTS = [list(range(1, 4)), list(range(5, 26)), list(range(30, 38))]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("drafts")
-    write_tiny("qwen3", folder / "target", seed=40)
-    write_words(folder / "target", CONFIG["vocab_size"], "<|MASK|>")
-    for variant in ("full", "mixed"):
-        write_draft(folder / variant, variant)
-    return folder
+    return write_pair(tmp_path_factory.mktemp("drafts"), "full", "mixed")
 
 
 @pytest.fixture(scope="module")

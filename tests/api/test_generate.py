@@ -1,9 +1,10 @@
 """What `dj.generate` promises.
 
-A row decodes to the same tokens alone, in a batch, next to other rows, under jit and under vmap;
-other knobs, temperatures, seeds and prompts of one bucket compile nothing; draws follow the law
-they are said to follow; bad input is one clear error.
+A row's tokens do not depend on its batch, jit or vmap; nothing compiles twice; draws follow their
+law; bad input is one clear error.
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,13 @@ from dllm_jax.api import generate
 from dllm_jax.api.strategy import resolve_strategy
 from dllm_jax.loading.model import Model
 from dllm_jax.models.architecture import DENSE
-from dllm_jax.models.dense import DenseConfig, init_params
+from dllm_jax.models.dense import init_params
 from dllm_jax.models.family import FamilyDefaults
 from dllm_jax.strategies import AR, BlockDiffusion, MultiBD
 from dllm_jax.strategies.core.draw import token_stats
 from dllm_jax.strategies.core.protocol import Readout
 from dllm_jax.strategies.core.state import LENGTH, NFE, STOP, Sampling
+from tests.contract import models as toys
 
 VOCAB = 60
 PROMPTS = [[1, 2, 3, 4, 5], [7] * 9, [3, 1, 4, 1, 5, 9, 2, 6], [11]]
@@ -29,18 +31,9 @@ BUDGET = 13  # no multiple of a block; one for most tests, which so share their 
 
 def toy(shift: bool = False) -> Model:
     """A random network whose logits are sharp enough for thresholds to bite."""
-    cfg = DenseConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        ffn_size=48,
-        max_position=300,
-        mask_token_id=-1 if shift else VOCAB - 1,
-        shift=shift,
-    )
+    mask = -1 if shift else VOCAB - 1
+    sizes = {"vocab_size": VOCAB, "max_position": 300}
+    cfg = dataclasses.replace(toys.CONFIG, **sizes, mask_token_id=mask, shift=shift)
     params = init_params(jax.random.key(3), cfg, "float32")
     params = jax.tree.map(lambda w: w * 12 if w.ndim > 1 else w, params)
     defaults = FamilyDefaults(

@@ -1,8 +1,6 @@
 """Proves that `LLM.infill` and `generate --suffix` write what stands in the holes of a text.
 
-Truth: a loop here over dense logits of the whole text, which knows neither requests nor windows.
-The strategy is a toy of the contract's, so that nothing depends on how a published one chooses its
-cells. Texts put together again are what the tokenizer makes of all ids.
+Truth: the contract's dense run over the whole text, which knows neither requests nor windows.
 """
 
 import dataclasses
@@ -31,11 +29,6 @@ pytestmark = pytest.mark.long
 STRATEGY = FullSequence(0.6, block_size=8, buffer_size=4)  # a window of 32
 PARAMS = SamplingParams(max_tokens=5, ignore_eos=True)
 MASK = "<|mask|>"
-
-
-@pytest.fixture(scope="module")
-def model(random_folder):
-    return dj.load(random_folder)
 
 
 @pytest.fixture(scope="module")

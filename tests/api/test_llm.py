@@ -1,9 +1,7 @@
 """Proves that `LLM` keeps the promises of its signatures over a real model and a real tokenizer.
 
-Truths: `dj.generate` (tokens, forwards, keys), the tokenizer's decoding of whole texts, and a fresh
-engine without a prefix cache. After each test the shared engine holds no slot, no page and no
-output of anyone. Callers that take turns over one engine, and those that leave early or are
-interrupted, take nothing from the others.
+Truths: `dj.generate`, the tokenizer's decoding of whole texts, and a fresh engine without a prefix
+cache. After each test the shared engine holds no slot, no page and no output of anyone.
 """
 
 import inspect

@@ -1,9 +1,7 @@
 """Proves what a log-probability is of: one forward, recomputed here without cache, pages or window.
 
 A record says which forward wrote a token. The text as that forward saw it goes through
-`Model.logits`; canvases go through the dense truth of the gate. An engine that keeps nothing has
-the programs that it had, and asks for the switch by name. Records survive their file, a preemption
-of their text, and the rooms that chunks of steps leave between fetches.
+`Model.logits`; canvases go through the dense truth of the gate.
 """
 
 import dataclasses

@@ -35,11 +35,6 @@ def half_step(forward, state):
     return STRATEGY.step(forward, state)
 
 
-@pytest.fixture(scope="module")
-def model(random_folder):
-    return dj.load(random_folder)
-
-
 def make_llm(model, folder, strategy=STRATEGY):
     config = dj.EngineConfig(max_num_seqs=2, max_model_len=128, slot_buckets=(2,))
     llm = dj.LLM(model, strategy, config=config, warm_up=False)

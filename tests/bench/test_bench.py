@@ -1,10 +1,4 @@
-"""Proves the benchmark's own arithmetic, so that its figures can be believed.
-
-Fixed work takes exactly ceil(L / n) forwards and the tokens an independent list-based decoder
-says; a strategy that makes its tokens up is found out; bare times are differences in which launch
-cancels; what an engine ran is counted as its own books say; each reported number equals one worked
-out by hand; requests that arrive over time get the same tokens as requests that are all there.
-"""
+"""Proves the benchmark's own arithmetic, so that its figures can be believed."""
 
 import dataclasses
 import math

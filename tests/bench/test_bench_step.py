@@ -25,14 +25,9 @@ from dllm_jax.models.quantization import with_quantized_head
 from dllm_jax.strategies import AR, MultiBD
 from tests.oracles.checkpoints import write_tiny
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("no_compile_cache")]
 
 H200 = "NVIDIA H200"
-
-
-@pytest.fixture(autouse=True)
-def _no_compile_cache(monkeypatch):
-    monkeypatch.setattr("dllm_jax.api.llm.enable_compile_cache", lambda: None)
 
 
 def published(name, split=None):

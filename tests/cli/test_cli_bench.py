@@ -16,7 +16,7 @@ from dllm_jax.cli import bench, main
 from tests.oracles.canvas_files import write_canvas
 from tests.oracles.checkpoints import write_tiny
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("no_compile_cache")]
 
 SMALL = ["--max-num-seqs", "2", "--max-model-len", "96"]
 FIXED = ["--mode", "fixed", "--tokens-per-step", "3", "--input-len", "20", "--output-len", "31"]
@@ -24,11 +24,6 @@ ENGINE_FLAGS = (
     *("attention_implementation", "tensor_parallel_size", "max_num_seqs"),
     *("memory_utilization", "max_num_batched_tokens", "draft"),
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_compile_cache(monkeypatch):
-    monkeypatch.setattr("dllm_jax.api.llm.enable_compile_cache", lambda: None)
 
 
 def facts_of(capsys, *argv):

@@ -126,6 +126,7 @@ def test_control_characters_of_a_failure_reach_a_terminal_as_text(
 
 
 def signal_at_step(monkeypatch, number, after):
+    """Raise a signal in an engine's `after`th step, of one forward each."""
     monkeypatch.setattr("dllm_jax.engine.engine.num_steps", lambda *_, **__: 1)
     step, calls = Engine._take_step, []
 

@@ -1,9 +1,6 @@
 """A draft goes with every verb that decodes, and with each it costs no token.
 
-Proves that `--draft` makes `dflash` the strategy of a model that decodes token by token, and of no
-other; that `chat`, `trace`, `eval` and `bench` decode with it and end as with `ar` (`generate`:
-test_dflash_drafts.py); that what cannot be meant is refused in one line. The pair is random: it
-drafts badly and ends the same.
+The pair is random: it drafts badly and ends the same. `generate`: test_dflash_drafts.py.
 """
 
 import json
@@ -21,30 +18,20 @@ from dllm_jax.cli.results import figures
 from dllm_jax.engine.requests import CompletionOutput, DraftMetrics, Metrics, RequestOutput
 from dllm_jax.strategies import AR, DFlash, MultiBD
 from tests.api.test_snapshot import break_device
-from tests.oracles.checkpoints import write_tiny, write_words
-from tests.oracles.draft_files import CONFIG, write_draft
+from tests.oracles.draft_files import write_draft, write_pair
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("no_compile_cache")]
 
 TEMPLATE = "{% for m in messages %}w1 {{ m.content }} {% endfor %}w2"
-
-
-@pytest.fixture(autouse=True)
-def _no_compile_cache(monkeypatch):
-    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
-    monkeypatch.setattr("dllm_jax.api.llm.enable_compile_cache", lambda: None)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A target that reads words, in its folder, and a draft of it."""
-    folder = tmp_path_factory.mktemp("pair")
-    write_tiny("qwen3", folder / "target", seed=40)
-    write_words(folder / "target", CONFIG["vocab_size"], "<|MASK|>")
+    folder = write_pair(tmp_path_factory.mktemp("pair"))
     settings = json.loads((folder / "target" / "tokenizer_config.json").read_text())
     settings["chat_template"] = TEMPLATE
     (folder / "target" / "tokenizer_config.json").write_text(json.dumps(settings))
-    write_draft(folder / "draft")
     return folder
 
 

@@ -15,12 +15,9 @@ import pytest
 import dllm_jax as dj
 from dllm_jax.cli import main
 
+pytestmark = pytest.mark.usefixtures("no_compile_cache")
+
 PROMPT = "Ann has 3 pens."
-
-
-@pytest.fixture(autouse=True)
-def _no_compile_cache(monkeypatch):
-    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
 
 
 @pytest.fixture

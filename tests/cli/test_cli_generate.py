@@ -1,9 +1,7 @@
 """Proves `dllm-jax generate`: it prints the text `dj.generate` gives, counts what it counts, and
 keeps what it has when interrupted.
 
-`dj.generate` is the oracle: another loop (one jit over a fixed batch instead of the engine), same
-tokens. The terminal drawing is tested on its own, on hand-written input. Signals are sent to a real
-process.
+`dj.generate` is another loop: one jit over a fixed batch instead of the engine.
 """
 
 import io
@@ -22,19 +20,12 @@ import dllm_jax as dj
 from dllm_jax.cli import main
 from dllm_jax.cli.text import shown
 from dllm_jax.cli.watch import Frame, Watch
+from tests.cli.test_cli_chat import signal_at_step
+
+pytestmark = pytest.mark.usefixtures("no_compile_cache")
 
 CACHE = Path(__file__).parents[2] / ".cache" / "jax"
 PROMPTS = ["Ann has 3 pens.", "Carl gets 41 dollars a day, and pays 6.", "How many pages?"]
-
-
-@pytest.fixture(autouse=True)
-def _no_compile_cache(monkeypatch):
-    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
-
-
-@pytest.fixture(scope="module")
-def model(random_folder):
-    return dj.load(random_folder)
 
 
 def rendered(model, prompt):
@@ -183,27 +174,11 @@ def test_flags_reach_the_engine(random_folder, monkeypatch, capsys):
     assert (given["config"].memory_utilization, given["seed"]) == (0.02, 3)
 
 
-def interrupted_run(monkeypatch, number, after, argv):
-    """The status of a command that gets a signal in its `after`th step, of one forward each."""
-    from dllm_jax.engine.engine import Engine
-
-    monkeypatch.setattr("dllm_jax.engine.engine.num_steps", lambda *_, **__: 1)
-    step, calls = Engine._take_step, []
-
-    def signalled(engine):
-        calls.append(1)
-        if len(calls) == after:
-            signal.raise_signal(number)
-        return step(engine)
-
-    monkeypatch.setattr(Engine, "_take_step", signalled)
-    return main(["generate", *argv])
-
-
 def test_interrupt_shows_the_text_so_far(model, random_folder, capsys, monkeypatch):
     argv = [PROMPTS[0], "--max-tokens", "20", "--model", str(random_folder)]
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    assert interrupted_run(monkeypatch, signal.SIGINT, 12, argv) == 130
+    signal_at_step(monkeypatch, signal.SIGINT, 12)
+    assert main(["generate", *argv]) == 130
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     captured = capsys.readouterr()
     found = re.search(r"(\d+) tokens, (\d+) forwards", captured.out)
@@ -232,7 +207,8 @@ def test_termination_reports_finished_and_partial_prompts(
         out.nfe[1], out.nfe[2]
     )  # the first one ends well before the others
     steps = int(out.nfe[0]) + 3  # the first dispatches, the second prefill's, and one more
-    assert interrupted_run(monkeypatch, signal.SIGTERM, steps, argv) == 143
+    signal_at_step(monkeypatch, signal.SIGTERM, steps)
+    assert main(["generate", *argv]) == 143
     captured = capsys.readouterr()
     done, *partial = map(json.loads, captured.out.splitlines())
     assert (done["token_ids"], done["finish_reason"]) == (whole[0], "length")

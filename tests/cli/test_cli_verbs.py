@@ -13,11 +13,9 @@ import pytest
 import dllm_jax as dj
 from dllm_jax.cli import info, main
 from dllm_jax.models.dense import param_shapes
+from tests.cross_lowering import needs_mosaic
 
-
-@pytest.fixture(autouse=True)
-def _no_compile_cache(monkeypatch):
-    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
+pytestmark = pytest.mark.usefixtures("no_compile_cache")
 
 
 def test_inspect_reports_shapes_and_sizes(random_folder, capsys):
@@ -50,7 +48,7 @@ def test_convert_keeps_every_bit(random_folder, capsys, tmp_path):
     assert dj.load(target, dtype="auto").config == first.config
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic's forms need jax 0.11.2")
+@needs_mosaic
 def test_info_names_the_kernels_of_hopper(on_hopper):
     layer = info._layer()
     assert layer.startswith("mosaic here for 16-bit models: products of up to 1,024 rows, gate and")

@@ -1,9 +1,6 @@
 """Proves that several processes share a model: process 0 decides, the others replay its calls.
 
-Two processes of two CPU devices each give the texts of one device, also after preemptions and
-under automata, and answer questions; a snapshot is replayed on one device; a stream that is left
-early ends there; a process that is killed is a named error, no hang. Messages are whole, and
-whoever lacks the token is turned away.
+Two processes of two CPU devices each give the texts of one device, whatever befalls them.
 """
 
 import functools

@@ -1,10 +1,4 @@
-"""Before the first request: everything compiled ahead, and every program timed.
-
-Proves that programs are compiled in several threads without any state, that running them afterwards
-and serving requests compiles nothing, that the memory they need is what XLA says of the hungriest,
-that progress counts every program, and that a failure or Ctrl-C ends the compiling. Costs of a
-made-up device are found exactly; timing a real one changes neither slots, pool nor tokens.
-"""
+"""Before the first request: everything compiled ahead, and every program timed."""
 
 import dataclasses
 import io

@@ -1,9 +1,7 @@
 """Real paging for the contract tests: permuted pages, ragged rows, one compiled step.
 
-`decode_paged` runs requests through `decode.new_state`, `prefill` and `driver.decode_step`. Page
-tables are random permutations padded with -1, and the pools start full of garbage, so that reading
-an unwritten cell shows. The invariants of docs/contract.md are checked after every step. Requests
-can be moved to another slot midway.
+Page tables are random permutations padded with -1, and the pools start full of garbage, so that
+reading an unwritten cell shows. The invariants of docs/contract.md are checked after every step.
 """
 
 import dataclasses

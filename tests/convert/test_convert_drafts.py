@@ -1,10 +1,4 @@
-"""Folders of DFlash drafts load, whatever project wrote them, or are refused by name.
-
-Proven: every spelling of the tensors' names gives the same weights, a folder with one more or one
-less is refused; what a config must state, which entry wins, what each variant means for each layer,
-what is not supported; conversion and export give the same draft back; a draft that does not fit its
-target, and one that is taken for a model by itself, fail with the reason and the remedy.
-"""
+"""Folders of DFlash drafts load, whatever project wrote them, or are refused by name."""
 
 import dataclasses
 import json

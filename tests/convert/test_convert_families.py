@@ -1,9 +1,6 @@
 """Every family's tensors arrive bit for bit, however they are stored.
 
-Shards, layouts of the experts, types, Orbax and back, export and back change no bit; that each
-leaf is where the network reads it is what test_family_logits.py proves. Every table fills every
-published model's leaves once, by shapes alone and from full-size files without data; and every way
-a family's own files can contradict its config is named.
+That each leaf is where the network reads it is what test_family_logits.py proves.
 """
 
 import dataclasses

@@ -1,9 +1,7 @@
 """Conversion holds the result and little more: anonymous memory is watched from outside.
 
-A child process imports everything, says that it is ready, and then reads a 200 MB checkpoint
-(directly, with an adapter, into a converted folder, and from that folder; one with experts). The
-parent samples the child's anonymous memory all the while. Above the idle child it may reach the
-result plus twice the largest tensor.
+A child process imports everything and then reads a 200 MB checkpoint. Above the idle child it may
+reach the result plus twice the largest tensor.
 """
 
 import json

@@ -1,10 +1,8 @@
 """Proves that streamed text matches the token ids, however the ids arrive.
 
 Oracles: the tokenizer's own decoding of all ids at once, and a search for stop strings that looks
-at every end in turn. Random ids of three tokenizers: the built-in one, a byte-level BPE whose
-characters are split into single bytes, and one in SentencePiece's form (byte fallback, a space
-dropped at the beginning). Ids that make no whole character are among them. A counting tokenizer
-proves that a call costs what its new ids cost.
+at every end in turn. Three tokenizers: the built-in one, a byte-level BPE whose characters are
+split into single bytes, and one in SentencePiece's form.
 """
 
 import itertools

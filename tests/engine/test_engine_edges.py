@@ -1,11 +1,7 @@
 """Requests at the edges of sizes and limits, on the real device programs.
 
 Proves over the gate's cases (each with a dense, cache-free truth) that requests end with the right
-tokens, reason and forwards, and leave every page free. Covered are prompts of one token, shorter
-than a block, of exactly a block, a page and more, and with the mask id; limits that are no multiple
-of a block; texts that meet `max_model_len` within one; stop ids of the request and of the model;
-`max_nfe`; a run of equal tokens; two equal prompts in one batch, and one after another; and
-requests that are aborted while they wait, run, or twice.
+tokens, reason and forwards, and leave every page free.
 """
 
 import dataclasses

@@ -1,12 +1,8 @@
 """The host loop loses nothing, leaks nothing and never changes a token under any sequence of calls.
 
 A hypothesis state machine and longer seeded runs drive an engine over a fake device with tiny pools
-(tests/oracles/engine_world.py): add, step, abort, preempt, deadline and device failures, in all
-five prompt modes, with soft commits, shared prefixes, several texts a prompt, priorities, streams,
-stop strings and a failing tokenizer. After every action the books are right: pages are conserved,
-growth is ahead of the steps in flight, and no request is passed in the queue. Every request ends
-exactly once, with the tokens, reason and forwards it has alone on a device of its own, and the
-engine makes progress.
+(tests/oracles/engine_world.py). After every action the books are right; every request ends exactly
+once, with the tokens, reason and forwards it has alone on a device of its own.
 """
 
 import random

@@ -27,6 +27,7 @@ from dllm_jax.kernels.layer import (
 from dllm_jax.kernels.router import Rule, choose_experts, route
 from dllm_jax.kernels.router import mosaic as router_mosaic
 from dllm_jax.kernels.router import reference as router_reference
+from tests.cross_lowering import needs_mosaic
 from tests.kernels.test_layer_mosaic import (
     close,
     hopper,  # noqa: F401 (a fixture)
@@ -46,9 +47,6 @@ turn: Any = norm_rotate
 like_heads: Any = reference.norm_rotate
 like_norms: Any = reference.sandwich_norm
 like_choice: Any = router_reference.choose_experts
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="the Mosaic forms need jax 0.11.2"
-)
 
 
 def heads_of(rows, groups, queries, size, shares_values) -> Any:

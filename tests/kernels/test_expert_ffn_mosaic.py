@@ -6,7 +6,6 @@ The interpreter fills what nobody has written with NaN, and looks for races.
 import dataclasses
 import functools
 import itertools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +16,11 @@ from dllm_jax.kernels.expert_ffn import api, expert_ffn, mosaic
 from dllm_jax.kernels.expert_ffn.fp8 import Fp8Experts, quantize_experts
 from dllm_jax.kernels.expert_ffn.mosaic import Tiling
 from dllm_jax.kernels.layer import fp8, reference
+from tests.cross_lowering import needs_mosaic, shared_arrays
 from tests.kernels.test_layer_mosaic import SHARED_BYTES, interpreted, lowered, real
 from tests.oracles import expert_ffn as oracle
 
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
-)
+pytestmark = needs_mosaic
 TOLERANCE = 5e-2  # absolute; results reach 8
 D, F = 256, 192  # rows of F are no whole number of threads' pairs
 SPREAD = [37, 66, 0, 1, 9]  # rows of each expert: more than a warpgroup has, none, one
@@ -326,9 +324,7 @@ def test_chosen_tilings_fit_into_shared_memory_and_divide(monkeypatch, on_hopper
     launched = []
 
     def launch(body, *, out_type, scratch_types=(), **_):
-        arrays = [s for s in scratch_types if hasattr(s, "dtype") and hasattr(s, "shape")]
-        size = sum(math.prod(s.shape) * jnp.dtype(s.dtype).itemsize for s in arrays)
-        launched.append((size, arrays))
+        launched.append(shared_arrays(scratch_types)[::-1])
         made = lambda kind: jnp.zeros(kind.shape, kind.dtype)  # noqa: E731
         return lambda *_: jax.tree.map(made, out_type)
 

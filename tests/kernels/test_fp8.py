@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 import re
 
 import jax
@@ -27,7 +26,7 @@ from dllm_jax.kernels.layer import (
 )
 from dllm_jax.kernels.layer.mosaic import Tiling
 from dllm_jax.models.layers import gate_up_shape, swiglu
-from tests.cross_lowering import H200
+from tests.cross_lowering import H200, needs_mosaic, shared_arrays
 from tests.kernels.test_layer_mosaic import (
     EPS,
     MODELS,
@@ -46,10 +45,6 @@ from tests.oracles import fp8 as oracle
 from tests.oracles import layer as layer_oracle
 
 pytestmark = pytest.mark.long
-
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
-)
 
 
 def float64(x):
@@ -433,8 +428,7 @@ def test_tilings_of_8_bits_fit_into_shared_memory(monkeypatch, on_hopper):
     found = {"Fp8Rows": [], "Fp8Groups": []}
 
     def launch(body, *, out_type, scratch_types, **_):
-        arrays = [s for s in scratch_types if hasattr(s, "dtype") and hasattr(s, "shape")]
-        found[kind].append(sum(math.prod(s.shape) * jnp.dtype(s.dtype).itemsize for s in arrays))
+        found[kind].append(shared_arrays(scratch_types)[1])
         return lambda *_: [jnp.zeros(each.shape, each.dtype) for each in out_type]
 
     def run(back_end, x, w):

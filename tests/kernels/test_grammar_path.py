@@ -19,7 +19,7 @@ from dllm_jax.runner import grammars
 from dllm_jax.runner.chunks import by_row
 from dllm_jax.strategies.core import constraint
 from dllm_jax.strategies.core.constraint import IdStats, View
-from tests.cross_lowering import H200, triton_grids
+from tests.cross_lowering import H200, needs_mosaic, triton_grids
 from tests.kernels.test_layer_mosaic import interpreted
 from tests.structured.toys import random_toy
 
@@ -27,9 +27,6 @@ pytestmark = pytest.mark.long
 
 SIZES = grammars.Sizes(24, 9, 60, 8, 90, 8, 48)
 IDS, CELLS, SLOTS = 40, 11, 4
-NEEDS_JAX = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
-)
 INTERPRETED = grammar_path.PathKernels(
     *(functools.partial(fn, interpret=True) for fn in grammar_path.api.TRITON)
 )
@@ -163,7 +160,7 @@ def test_a_readout_by_classes_is_that_without_and_what_they_say(slots, monkeypat
 
 
 @pytest.mark.slow(unless="pallas_kernels")
-@NEEDS_JAX
+@needs_mosaic
 def test_the_kernel_for_many_rows_says_the_same(monkeypatch):
     """Steps of which all ids are read, and few; a tile of ids that is all its neighbour's.
 

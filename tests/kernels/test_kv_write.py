@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dllm_jax.kernels.kv_write import mosaic, reference, write_rows
-from tests.cross_lowering import H200
+from tests.cross_lowering import H200, needs_mosaic
 from tests.kernels.test_layer_mosaic import interpreted, lowered
 from tests.oracles import layer as oracle
 
@@ -67,11 +67,6 @@ def test_rows_go_where_they_belong(name, arrays, dtype, rows_dtype, size):
     chosen = write_rows(pairs(pages), pairs(rows), jnp.asarray(PAGE), jnp.asarray(OFFSET))
     for a, b in zip(jax.tree.leaves(chosen), want, strict=True):
         assert np.array_equal(a, b)
-
-
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
-)
 
 
 @pytest.mark.versions

@@ -6,7 +6,6 @@ bit for bit.
 """
 
 import functools
-import math
 import threading
 from typing import Any
 
@@ -30,15 +29,10 @@ from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.layers import gate_up_shape
 from dllm_jax.models.published import PUBLISHED
-from tests.cross_lowering import H200
+from tests.cross_lowering import H200, needs_mosaic, shared_arrays
 from tests.oracles import layer as oracle
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(
-        jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
-    ),
-]
+pytestmark = [pytest.mark.long, needs_mosaic]
 TOLERANCE = 2e-2  # of a value plus one, in a type of 16 bits
 EPS = 1e-5
 PATIENCE_S = 60  # what takes a second where nothing hangs
@@ -460,9 +454,9 @@ def test_chosen_tilings_fit_into_shared_memory(monkeypatch, on_hopper):
     bytes_of = []
 
     def launch(body, *, out_type, scratch_types, **_):
-        arrays = [s for s in scratch_types if hasattr(s, "dtype") and hasattr(s, "shape")]
+        arrays, size = shared_arrays(scratch_types)
         assert len(scratch_types) - len(arrays) == 2  # barriers
-        bytes_of.append(sum(math.prod(s.shape) * jnp.dtype(s.dtype).itemsize for s in arrays))
+        bytes_of.append(size)
         return lambda *_: [jnp.zeros(each.shape, each.dtype) for each in out_type]
 
     monkeypatch.setattr(mosaic.plgpu, "kernel", launch)
@@ -494,8 +488,7 @@ def test_tiles_of_many_rows_fit_into_shared_memory(monkeypatch, columns, W):
     bytes_of = []
 
     def launch(body, *, out_type, scratch_types, **_):
-        arrays = [s for s in scratch_types if hasattr(s, "dtype") and hasattr(s, "shape")]
-        bytes_of.append(sum(math.prod(s.shape) * jnp.dtype(s.dtype).itemsize for s in arrays))
+        bytes_of.append(shared_arrays(scratch_types)[1])
         return lambda *_: jnp.zeros(out_type.shape, out_type.dtype)
 
     monkeypatch.setattr(mosaic_many.plgpu, "kernel", launch)

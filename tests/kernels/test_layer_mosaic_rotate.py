@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dllm_jax.kernels.layer import mosaic_rotate, reference, rotate_qkv
+from tests.cross_lowering import needs_mosaic
 from tests.kernels.test_layer_mosaic import (
     EPS,
     MODELS,
@@ -21,12 +22,7 @@ from tests.kernels.test_layer_mosaic import (
 )
 from tests.oracles import layer as oracle
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(
-        jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2"
-    ),
-]
+pytestmark = [pytest.mark.long, needs_mosaic]
 
 
 kernel: Any = mosaic_rotate.rotate_qkv

@@ -21,6 +21,7 @@ from dllm_jax.kernels.layer import (
 )
 from dllm_jax.models import dense
 from dllm_jax.models.dense import DenseConfig
+from tests.cross_lowering import needs_mosaic
 from tests.oracles import layer as oracle
 
 pytestmark = pytest.mark.long
@@ -171,7 +172,7 @@ def weights(cfg):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the Mosaic form needs jax 0.11.2")
+@needs_mosaic
 def test_trunk_of_mosaic_kernels_is_the_trunk(monkeypatch):
     """Queries, keys and values in parts too, and those of the last product."""
     from jax.experimental.pallas import mosaic_gpu as plgpu

@@ -1,9 +1,7 @@
 """Hub ids end in a folder that loads, or in one line that says what to do.
 
 Everything runs against a stand-in of the hub on this machine (tests/stand_in_hub.py), through the
-real huggingface_hub: which files are asked for, which revision, which token, what the cache gives
-where the hub does not answer, each way to fail by its words, one bar on a terminal and nothing in
-a pipe, and a Ctrl-C that ends at once and leaves a cache to go on from.
+real huggingface_hub.
 """
 
 import errno

@@ -1,9 +1,7 @@
 """Proves that every form of tokenizer folder gives its tokens their ids, and every family its chat.
 
-Folders are written on the spot: a byte-level BPE with a few merges, and the special tokens of a
-family behind it, in the forms that published folders have. transformers' own reading is the oracle
-where it gets by without the folder's code. Rendered conversations are compared with strings that
-were typed by hand.
+Folders are written on the spot, in the forms that published ones have. transformers' own reading is
+the oracle where it gets by without the folder's code.
 """
 
 import json

@@ -1,10 +1,7 @@
 """A DFlash drafter computes what transformers and its equations say, on pages, next to its target.
 
-`golden/draft.npz` is transformers' word on the published layout (the target's hidden states, the
-draft's rows and logits); `oracles/draft_model.py` says it in NumPy for every kind of layer and is
-itself held to the golden file. Proven besides: which hidden states are read and in what order; that
-contexts cached in pieces are those cached at once; that pages, their order and what else stands in
-them do not matter; that a wrong turn at any trap of the method shows. Float32, at most 1e-4.
+`golden/draft.npz` is transformers' word on the published layout; `oracles/draft_model.py` says it
+in NumPy for every kind of layer and is itself held to the golden file.
 """
 
 import dataclasses
@@ -29,14 +26,12 @@ from dllm_jax.strategies.core.needs import Needs
 from dllm_jax.strategies.core.protocol import Strategy, Taps
 from dllm_jax.strategies.core.state import ACTIVE, DecodeState, Limits, Sampling
 from dllm_jax.strategies.dflash import DFlash
-from tests.oracles.checkpoints import write_tiny
-from tests.oracles.draft_files import CONFIG, VARIANTS, write_draft
+from tests.oracles.draft_files import CONFIG, VARIANTS, write_draft, write_pair
 from tests.oracles.draft_model import draft_hidden
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("highest_precision")]
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "draft.npz")
-TARGET_SEED = 40  # as in golden/make_draft_golden.py
 TOLERANCE = 1e-4
 BLOCK, MASK, PAGE = CONFIG["dflash_config"]["block_size"], 47, 4
 LENGTHS = (1, BLOCK - 1, BLOCK, 2 * PAGE - 1, 2 * PAGE, 2 * PAGE + 1, 3 * PAGE + 2)
@@ -53,20 +48,10 @@ class Drafting(Strategy):
         raise NotImplementedError
 
 
-@pytest.fixture(autouse=True)
-def _highest_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with the target and every variant of its draft."""
-    folder = tmp_path_factory.mktemp("drafts")
-    write_tiny("qwen3", folder / "target", seed=TARGET_SEED)
-    for variant in VARIANTS:
-        write_draft(folder / variant, variant)
-    return folder
+    return write_pair(tmp_path_factory.mktemp("drafts"), *VARIANTS)
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,4 @@
-"""Traps of drafting that no other file holds; docs/traps.md lists all of them, and who does.
-
-Proves that the drafter's mask is a token to the target, even one that ends a text; that rows of
-the head which belong to no token are neither drafted nor written; that a state goes to the host and
-back between any two rounds; that memory is planned for both caches; that what a folder asks of
-other libraries' loops changes neither side of a comparison; and, where there is time, that in
-bfloat16 drafts do not change a text of one width, that pages of any size hold both caches, that
-a text is streamed, sampled and preempted with a draft as without, and that no used slot, prefix hit
-or preemption costs a trained draft any acceptance.
-"""
+"""Traps of drafting that no other file holds; docs/traps.md lists all of them, and who does."""
 
 import dataclasses
 from typing import Any
@@ -26,8 +17,7 @@ from dllm_jax.tasks.evaluate import encode, held_out
 from tests.contract import drafters, harness, models
 from tests.contract.cases import PAGE_SIZE, case, once
 from tests.contract.harness import Request
-from tests.oracles.checkpoints import write_tiny, write_words
-from tests.oracles.draft_files import CONFIG, write_draft
+from tests.oracles.draft_files import CONFIG, write_pair
 from tests.oracles.tiny_configs import CONFIGS
 from tests.strategies import test_dflash as rounds
 
@@ -38,11 +28,7 @@ PROMPTS = [list(range(1, 4)), list(range(5, 26)), list(range(30, 38))]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pair")
-    write_tiny("qwen3", folder / "target", seed=40)
-    write_words(folder / "target", CONFIG["vocab_size"], "<|MASK|>")
-    write_draft(folder / "draft")
-    return folder
+    return write_pair(tmp_path_factory.mktemp("pair"))
 
 
 # --- ids that are no drafts, or no tokens --------------------------------------------------------

@@ -1,11 +1,8 @@
 """Every family decodes on pages as an independent reading of its files says.
 
-A tiny checkpoint with the family's own names is loaded by `dj.load` and decoded by `multi_bd`
-through `LLM`; the truth is a growing list (`dense_blocks`) over NumPy float64 on the files' tensors
-(`tests.oracles.families`), which knows no cache, no window and nothing of ours. Proven of each:
-arithmetic, mask, shift and routing blocks, over prompts that end in, on and before a block's edge,
-several commits at once, preemption in a short pool, prefix hits of a prompt and a second turn.
-The autoregressive families decode by `ar` in the same way.
+A tiny checkpoint with the family's own names is decoded through `LLM`; the truth is a growing list
+(`dense_blocks`) over NumPy float64 on the files' tensors (`tests.oracles.families`), which knows no
+cache, no window and nothing of ours.
 """
 
 import dataclasses

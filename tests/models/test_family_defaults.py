@@ -1,9 +1,6 @@
 """Proves that a model decoded with nothing said gets the strategy and sampling its family needs.
 
-A Qwen3-shaped model with random weights must give the argmax chain of its cache-free logits: a
-loop written here, which knows neither windows nor pages. `dj.generate`, `LLM` and the command line
-take the same strategy with the same numbers. LLaDA2.2's rules on blocks and on ids hold in every
-path.
+`dj.generate`, `LLM` and the command line take the same strategy with the same numbers.
 """
 
 import dataclasses

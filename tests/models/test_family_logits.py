@@ -3,11 +3,7 @@
 `golden/families.npz` holds what transformers says of a tiny checkpoint of each family, written anew
 here with the published names; `oracles/families.py` says it in NumPy for any other seed, size and
 config, and is itself held to the golden file. LLaDA2.2 has no class in transformers: its truth is
-the NumPy reference, and plain top-k where its capacity excludes nothing. Float32, highest matmul
-precision, differences of at most 1e-4 of logits that spread by more than 1.
-Proven besides: a folder's layout changes nothing, an adapter what it says; what must not matter
-(the order of experts, of KV groups) does not; mistakes no shape betrays are noticed; bfloat16 is
-close.
+the NumPy reference, and plain top-k where its capacity excludes nothing.
 """
 
 import dataclasses
@@ -32,14 +28,10 @@ from tests.oracles.checkpoints import write_adapter, write_tiny
 from tests.oracles.families import reference_logits, run, visibility
 from tests.oracles.tiny_configs import CONFIGS
 
+pytestmark = pytest.mark.usefixtures("highest_precision")
+
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "families.npz")
 TOLERANCE = 1e-4
-
-
-@pytest.fixture(autouse=True)
-def _highest_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 @pytest.fixture(scope="module")

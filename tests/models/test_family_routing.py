@@ -1,15 +1,11 @@
 """Which experts a row goes to is what float64 says, near ties and block routing included.
 
-`oracles/families.py` chooses in float64, of equal scores the lowest expert. Proven: twins, experts
-whose scores differ by 1e-6 to 1e-5, come out in the right order in float32, in `route` and in the
-logits of a loaded folder (where 16 bits would not have told them apart); exact ties; LLaDA2.2's
-blocks lie on the absolute grid, hold one text's rows only, and padding has no say in them.
+`oracles/families.py` chooses in float64, of equal scores the lowest expert.
 """
 
 import dataclasses
 from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -23,17 +19,11 @@ from tests.oracles import families
 from tests.oracles.checkpoints import write_tiny
 from tests.oracles.families import reference_logits, run, visibility
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("highest_precision")]
 
 TOLERANCE = 1e-4
 ROWS, WIDTH, EXPERTS = 64, 40, 12
 LENGTH = 10
-
-
-@pytest.fixture(autouse=True)
-def _highest_precision():
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 def router_of(**changes) -> tuple[MoEConfig, SimpleNamespace]:

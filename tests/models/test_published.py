@@ -1,9 +1,7 @@
 """The full-size configs that `random:NAME` offers give exactly the published checkpoints' sizes.
 
-Parameter trees are built as shapes, without memory; elements, bytes with the type in which each
-tensor is stored, and the number of tensors in the family's own naming are those of the published
-index files where these were seen (`INDEX`), else counted from the layers by hand. Every row of the
-table of defaults that a published checkpoint meets is stated here again, in the words of its card.
+Parameter trees are built as shapes, without memory. Numbers are those of the published index files
+where these were seen (`INDEX`), else counted from the layers by hand.
 """
 
 import math

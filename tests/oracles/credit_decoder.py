@@ -1,9 +1,8 @@
 """Credit decoding as lists: an unbounded decoder with a dictionary of credits for each position.
 
-What it is for: the truth that `examples/credit_decoding.py` is compared with. The blocks are those
-of `list_decoder`: one growing list, a hole is `None`, nothing is shifted. Written from the paper's
-rules (arXiv 2510.06133: credits of the whole vocabulary, fused as logits) and from what the example
-says it does otherwise; it does not know how that computes anything.
+The truth that `examples/credit_decoding.py` is compared with, over the blocks of `list_decoder`.
+Written from the paper's rules (arXiv 2510.06133: credits of the whole vocabulary, fused as logits)
+and from what the example says it does otherwise.
 
 All numbers are float64, the example's float32: `undecided` counts comparisons closer than that.
 """

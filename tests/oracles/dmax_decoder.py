@@ -1,10 +1,7 @@
 """DMax as lists: an unbounded decoder without window, vectors or jax.
 
-The oracle of `DMax`, token for token and mixture for mixture, written apart from `strategies/`. A
-request is one growing list of blocks from position 0; `None` is a hole.
-
-A *script* stands for the model: `token[i][p]` and `prob[i][p]` say what forward `i` after prefill
-predicts at absolute position `p`.
+The oracle of `DMax`, token for token and mixture for mixture, written apart from `strategies/`;
+`list_decoder` explains scripts.
 """
 
 from collections.abc import Sequence

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from safetensors.numpy import save_file
 
-from tests.oracles.checkpoints import random_tensors
+from tests.oracles.checkpoints import random_tensors, write_tiny, write_words
 
 # Of a target from `tiny_configs.CONFIGS["qwen3"]`: width 40, 50 tokens, 3 layers, of which two are
 # read, not in their order, and the last before the final norm.
@@ -119,4 +119,15 @@ def write_draft(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     save_file(renamed(tensors, spelling), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def write_pair(folder: Path, *variants: str) -> Path:
+    """Write `target`, which reads words, and drafts of it: `draft`, or one a variant."""
+    write_tiny("qwen3", folder / "target", seed=40)
+    write_words(folder / "target", CONFIG["vocab_size"], "<|MASK|>")
+    for variant in variants:
+        write_draft(folder / variant, variant)
+    if not variants:
+        write_draft(folder / "draft")
     return folder

@@ -1,10 +1,7 @@
 """Joint threshold decoding with edits as lists: an unbounded decoder without window or vectors.
 
-The oracle of `Edit`, written apart from `strategies/`. A request is one growing Python list of
-blocks from position 0, a hole is `None`, and nothing is ever shifted. `list_decoder` explains
-scripts and drawn traces, and shares its records and law. `rewrite_decode` is the loop of any rule
-that rewrites blocks; `indel_decoder` has another.
-
+The oracle of `Edit`, written apart from `strategies/`; `list_decoder` explains scripts and drawn
+traces. `rewrite_decode` is the loop of any rule that rewrites blocks; `indel_decoder` has another.
 Thresholds are compared in float32, as the scripted probabilities are.
 """
 

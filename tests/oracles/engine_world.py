@@ -1,9 +1,8 @@
 """The host loop over a fake device, driven at random and compared with each request run alone.
 
 `World` holds an engine with tiny pools, does one thing to it at a time and checks after each what
-must always hold: pages conserved, first come first served,
-streams that only grow, every request ended exactly once, with the tokens and the reason it has
-alone (`fake_device.alone`) or, where it was cut short, with a beginning of them.
+must always hold. A request ends with the tokens and the reason it has alone (`fake_device.alone`)
+or, where it was cut short, with a beginning of them.
 """
 
 import contextlib

@@ -1,12 +1,11 @@
 """Full-sequence decoding as its authors' loops: lists, NumPy, no window, no vectors, no jax.
 
-What it is for: the truth that `FullSequence` is compared with. Written from the algorithms of
-LLaDA's `generate.py` (`get_num_transfer_tokens`, blocks from the prompt's end, low-confidence and
-random remasking), Dream's `_sample` (timesteps from 1 to eps; maskgit_plus, topk_margin, entropy,
-origin) and Fast-dLLM's loops with a prefix or dual cache; it knows nothing of how `strategies/`
-does it. Besides theirs: a block without holes costs nothing, the last block may be short, `steps`
-need not divide, a threshold takes tokens besides the quota, and a text ends at a stop id after
-which nothing is waited for.
+Written from the algorithms of LLaDA's `generate.py` (`get_num_transfer_tokens`, blocks from the
+prompt's end, low-confidence and random remasking), Dream's `_sample` (timesteps from 1 to eps;
+maskgit_plus, topk_margin, entropy, origin) and Fast-dLLM's loops with a prefix or dual cache.
+Besides theirs: a block without holes costs nothing, the last block may be short, `steps` need not
+divide, a threshold takes tokens besides the quota, and a text ends at a stop id after which nothing
+is waited for.
 """
 
 import itertools
@@ -19,6 +18,7 @@ import numpy as np
 from tests.oracles.list_decoder import ACTIVE, DUMMY, Asked, Block, Law, Result
 
 EPS = 1e-3
+OF_LLADA = ("low_confidence", "random")
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,54 @@ def guided(
     return Law(int(law.argmax()), np.float32(law.max()), 0.0)
 
 
+# Of each hole: its token, how sure the model is of it, and what it is ranked by.
+Told = dict[int, tuple[int, Any, Any]]
+# What a forward says of the holes, given the block's ends and whether it is the block's first; None
+# where a script is at its end.
+Read = Callable[[int, int, bool, list[int]], Told | None]
+
+
+def denoise(
+    x: list[int | None],
+    prompt_len: int,
+    read: Read,
+    *,
+    remasking: str,
+    accept_threshold: Any,
+    steps: int | None,
+    block_length: int | None,
+) -> Iterator[int]:
+    """Fill a text, of a script or of a network; how many tokens each forward writes."""
+    size = block_length or len(x) - prompt_len
+    starts = range(prompt_len, len(x), size)
+    for begin in starts:
+        end = min(begin + size, len(x))
+        mask_num = x[begin:end].count(None)
+        share = mask_num if steps is None else max(steps // len(starts), 1)
+        for i in itertools.count():
+            holes = [p for p in range(begin, end) if x[p] is None]
+            if not holes:
+                break
+            told = read(begin, end, i == 0, holes)
+            if told is None:
+                return
+            if remasking == "origin":
+                chance = np.float32(p_transfer(share, i))
+                transfer = [p for p in holes if told[p][2] < chance]
+            else:
+                if remasking in OF_LLADA:
+                    count = get_num_transfer_tokens(mask_num, share)[i]
+                else:
+                    count = number_transfer_tokens(len(holes), share, i)
+                    count = max(count, 1 if accept_threshold < 1 else 0)  # Fast-dLLM's
+                transfer = sorted(holes, key=lambda p: (-told[p][2], p))[:count]
+            above = [p for p in holes if told[p][1] > accept_threshold]
+            written = {*transfer, *above}
+            for p in written:
+                x[p] = told[p][0]
+            yield len(written)
+
+
 def full_sequence_decode(
     prompt: Sequence[int],
     token: Any,
@@ -99,69 +147,41 @@ def full_sequence_decode(
     limit, mask_id, vocab_size = asked.limit, asked.mask_id, asked.vocab_size
     x: list[int | None] = [*prompt, *[None] * (limit - len(prompt))]
     forwards = iter(zip(token, prob, strict=True))
-    for begin, end, is_first, i, share in _schedule(x, len(prompt), steps, block_length):
+
+    def score(p: int, forward: Any, law: Law) -> Any:
+        if remasking in ("random", "origin"):
+            assert uniform is not None
+            return uniform(result.nfe, p)
+        if remasking == "margin":
+            return margin_of(law, forward[1][p], vocab_size)
+        return -law.entropy if remasking == "entropy" else law.confidence
+
+    def read(begin: int, end: int, is_first: bool, holes: list[int]) -> Told | None:
         forward = next(forwards, None)
         if forward is None:
-            return result
+            return None
         result.passes.append(_pass(cache, begin, end, is_first, limit))
-        holes = [p for p in range(begin, end) if x[p] is None]
         laws = {p: asked.law(forward, p) for p in holes}
         if cfg_scale:
             other = next(forwards)
             for p in holes:
                 both = ((int(row[0][p]), float(row[1][p])) for row in (forward, other))
                 laws[p] = guided(*both, cfg_scale, mask_id, vocab_size)
-        mask_num, steps_per_block = share
-        if remasking == "origin":
-            assert uniform is not None
-            chance = np.float32(p_transfer(steps_per_block, i))
-            transfer = [p for p in holes if uniform(result.nfe, p) < chance]
-        else:
-            if remasking in ("low_confidence", "random"):
-                count = get_num_transfer_tokens(mask_num, steps_per_block)[i]
-            else:
-                count = number_transfer_tokens(len(holes), steps_per_block, i)
-                count = max(count, 1 if accept_threshold < 1 else 0)  # Fast-dLLM's
+        return {p: (law.token, law.confidence, score(p, forward, law)) for p, law in laws.items()}
 
-            def score(p: int, forward: Any = forward, laws: Any = laws) -> Any:
-                if remasking == "random":
-                    assert uniform is not None
-                    return uniform(result.nfe, p)
-                if remasking == "margin":
-                    return margin_of(laws[p], forward[1][p], vocab_size)
-                return -laws[p].entropy if remasking == "entropy" else laws[p].confidence
-
-            transfer = sorted(holes, key=lambda p: (-score(p), p))[:count]
-        above = [p for p in holes if laws[p].confidence > np.float32(accept_threshold)]
-        written = sorted({*transfer, *above})
-        for p in written:
-            x[p] = laws[p].token
+    least = np.float32(accept_threshold)
+    how: Any = {"remasking": remasking, "steps": steps, "block_length": block_length}
+    for new in denoise(x, len(prompt), read, accept_threshold=least, **how):
         result.nfe += 2 if cfg_scale else 1
-        if asked.ends(result, x[len(prompt) :], len(written)):
+        if asked.ends(result, x[len(prompt) :], new):
             return result
         size = asked.block_size
         cells = x + [None] * (size * asked.buffer_size - len(x))
         starts = range(0, len(cells), size)
         blocks = [Block(s, cells[s : s + size], ACTIVE if s < limit else DUMMY) for s in starts]
-        result.steps.append(asked.draw(blocks, len(written)))
-    raise AssertionError("the text is full and the request goes on")
-
-
-def _schedule(
-    x: list[int | None], prompt_len: int, steps: int | None, block_length: int | None
-) -> Iterator[tuple[int, int, bool, int, tuple[int, int]]]:
-    """Each forward: its block, whether it is the block's first, its number there, and its share."""
-    length = len(x) - prompt_len
-    block_length = length if block_length is None else block_length
-    starts = range(prompt_len, len(x), block_length)
-    for begin in starts:
-        end = min(begin + block_length, len(x))
-        mask_num = x[begin:end].count(None)
-        steps_per_block = mask_num if steps is None else max(steps // len(starts), 1)
-        for i in itertools.count():
-            if None not in x[begin:end]:
-                break
-            yield begin, end, i == 0, i, (mask_num, steps_per_block)
+        result.steps.append(asked.draw(blocks, new))
+    assert None in x, "the text is full and the request goes on"
+    return result
 
 
 def _pass(cache: str | None, begin: int, end: int, is_first: bool, limit: int) -> Pass:

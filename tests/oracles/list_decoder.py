@@ -1,11 +1,9 @@
 """Block diffusion as lists: an unbounded decoder without window, vectors or jax.
 
 The oracle of `MultiBD` and `BlockDiffusion`, written apart from `strategies/`. A request is one
-growing Python list of blocks from position 0; a block is a list of cells, `None` where nothing is
-written yet. Nothing is ever shifted, so it cannot repeat a mistake of a sliding window; the window
-of a trace is only *drawn* from the list. `Asked` is what the oracles of all strategies share: the
-limits of a request, blocks that open one by one, what is settled and how a request ends; with its
-`decode` they differ in what a forward writes and which blocks may leave.
+growing list of blocks from position 0. Nothing is ever shifted, so it cannot repeat a mistake of a
+sliding window; the window of a trace is only *drawn* from the list. `Asked` is what the oracles of
+all strategies share; with its `decode` they differ in what a forward writes and which blocks leave.
 
 A *script* stands for the model: `token[i][p]` and `prob[i][p]` say what forward `i` after prefill
 predicts at absolute position `p`.

@@ -1,10 +1,4 @@
-"""Proves that a user's own step function in a file of at most 40 lines is a strategy.
-
-It runs through `generate(strategy=my_step)` and `--strategy path/to/file.py:my_step` with the same
-tokens; its schedule (half of the holes in each forward) is checked against arithmetic done here,
-on a script instead of a model, where text and forwards are known beforehand. The example of
-drafting shows what it says, with the built-in pair.
-"""
+"""Proves that a user's own step function in a file of at most 40 lines is a strategy."""
 
 import importlib.util
 import json

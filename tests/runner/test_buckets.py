@@ -1,10 +1,4 @@
-"""The sizes an engine is built with, from model, strategy and configuration.
-
-Proves that slot buckets end with max_num_seqs and pad an accelerator's batch at most twofold, that
-page buckets cover the longest text whatever the page and block size, that prefill buckets are whole
-blocks where passes must be and cover every prompt where it cannot be cut, what a prefix hit must
-leave to compute, and that each configuration that cannot be is refused with its value and remedy.
-"""
+"""The sizes an engine is built with, from model, strategy and configuration."""
 
 import dataclasses
 import itertools

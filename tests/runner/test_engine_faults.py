@@ -1,12 +1,7 @@
 """A fault ends what it concerns, with a reason, and nothing else.
 
-Proves on the real device programs over the gate's cases: a value that is not finite, in a prompt's
-prefill, in its tail, only while decoding, or in the head, ends that request with "error" and what
-it had; so does a tokenizer that raises; neighbours keep the tokens of their dense truths, and
-nothing of the broken one is found in the prefix cache or in the pools. A program that fails once,
-before or after it has deleted the donated state, wherever it stands, costs no token; one that fails
-for good ends the live requests with "error" and a snapshot, and those that waited complete. Memory
-that runs out is told in one line that says what to lower.
+On the real device programs over the gate's cases: values that are not finite, tokenizers that
+raise, programs that fail once or for good, memory that runs out.
 """
 
 import dataclasses

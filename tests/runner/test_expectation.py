@@ -1,10 +1,4 @@
-"""The readout with an expectation: one law for token, likeliest id, entropy and embedding.
-
-Proves that a token is the one at which the law's running sum passes a uniform number, also where
-the shares that are summed first do not divide the vocabulary; that a temperature a row, top-k and
-top-p act on all of it as NumPy says; and that sure laws have entropy 0, rows that are no numbers
-have no token, and ids that are forbidden are never drawn or expected.
-"""
+"""The readout with an expectation: one law for token, likeliest id, entropy and embedding."""
 
 import dataclasses
 import functools

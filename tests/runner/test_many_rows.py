@@ -1,11 +1,7 @@
 """Proves what accelerators do differently for many slots, on a CPU.
 
 Programs compiled without command buffers, with one around all steps, and without XLA's own products
-give the tokens, finish reasons and forwards of the usual ones. The first runs from
-`EngineLayout.many_rows` on, the second for one slot, the third where blocks are wide. A few rows
-with long contexts run next to the others within their share (`rounds.BESIDE`), and the others run
-enough steps for one of theirs to fit. The host loop, which imports no JAX, knows the device's codes
-by the same numbers.
+give the tokens, finish reasons and forwards of the usual ones.
 """
 
 import dataclasses

@@ -1,11 +1,4 @@
-"""Where an engine's memory goes: the plan, how many pages it takes, what it says when it is short.
-
-Proves that the plan's bytes are those of the arrays that are then there, that an accelerator's
-share is filled and never passed, that the CPU's pool is bounded, that the number of pages does not
-change with a few bytes, that each remedy of a refusal, followed to the letter, is enough, and that
-the messages XLA gives (from its issues, and one made here) become one line that says what to lower
-and to what.
-"""
+"""Where an engine's memory goes: the plan, its pages, what it says when it is short."""
 
 import dataclasses
 import re

@@ -1,13 +1,8 @@
 """The decode loop never copies the cache: read from the compiled program of every strategy.
 
-Proves, for each case of the contract's gate that prefill
-and the decode loop on the device, compiled as one program with the state donated, reuse the pools
-in place (they are aliased), hold no instruction that makes another array of a pool's size (copy,
-select, transpose, convert, broadcast, ...) and need far less scratch memory than the cache; and
-that this loop emits what a dense run emits. Each of the engine's programs by itself works
-in place too: admission, prefill, decode, restore, a page's copy. The pool has a prime number of
-pages, so its shape is unique in the program text. float32 everywhere; bfloat16 where XLA's CPU
-scatter keeps it (jax >= 0.11; 0.10 widens it to float32).
+The pools are aliased, and no instruction makes another array of a pool's size. The pool has a prime
+number of pages, so its shape is unique in the program text. float32 everywhere; bfloat16 where
+XLA's CPU scatter keeps it (jax >= 0.11; 0.10 widens it to float32).
 """
 
 import dataclasses

@@ -1,10 +1,8 @@
 """Proves that programs over several devices give the texts of one, by the planned reductions alone.
 
-Truths are the same requests on one device: tokens, lengths, forwards, finish reasons. On CPU
-devices every program here is compiled with JAX's types of what differs between devices, so each
-also proves that all devices hold the same state; three programs without a reduction are refused.
-The compiled text is counted: two reductions a layer, one of the embedding, one of the readout.
-Programs of one device are those without any of this, to the letter.
+On CPU devices every program here is compiled with JAX's types of what differs between devices, so
+each also proves that all devices hold the same state. The compiled text is counted: two reductions
+a layer, one of the embedding, one of the readout.
 """
 
 import dataclasses

@@ -1,10 +1,4 @@
-"""`DiffusionGemma` in the engine, against a dense run without a cache that knows every step.
-
-Proves that a request preempted after any step of a canvas, or resumed from a snapshot, writes the
-text that it would have written; that denoise events show the likeliest text of each step; that
-`LLM.infill` keeps what stands after the holes of the first canvas; and that the temporaries of a
-step grow with the slots by a tile of the vocabulary, not by all of it.
-"""
+"""`DiffusionGemma` in the engine, against a dense run without a cache that knows every step."""
 
 import dataclasses
 import itertools

@@ -1,14 +1,9 @@
 """The contract: strategies on real paging against cache-free oracles.
 
-Proves, on toy models in float32, that each strategy emits, through the window, permuted pages and
-the engine's half of the step, the tokens, the number of forwards and the finish reason that a dense
-recomputation of every step gives, request by request; that a request's slot, its neighbours, a move
-to another slot in the middle, pages that end at the limit and the size of prefill chunks change
-nothing; that what lies in the cache is what a dense pass over the same text computes, and a prefill
-of it; and that the invariants of docs/contract.md hold at every step (`contract/invariants.py`).
+Proves, on toy models in float32, that tokens, forwards and finish reasons are those of a dense
+recomputation of every step, whatever pages and chunks a request has. test_engine_device.py says so
+of slots and neighbours, and of the cache.
 """
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +17,6 @@ from tests.contract import harness
 from tests.contract.cases import NAMES, PAGE_SIZE, case, once, paged, truth
 from tests.contract.harness import SLOTS, Request
 
-CACHED = [name for name in NAMES if not name.startswith("full_sequence")]
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}  # float32, sums in another order
 
 
@@ -36,20 +30,6 @@ def ends(rows) -> list[tuple[list[int], str | None, int]]:
 def test_decoding_equals_the_dense_run(name):
     assert ends(once(name).rows) == ends(truth(name))
     assert all(row.reason == "length" for row in once(name).rows)
-
-
-@pytest.mark.long("ar")
-@pytest.mark.slow("^(?!.*(^ar|d2f_whole_full|multi_bd_shifted))")
-@pytest.mark.versions("multi_bd_shifted")
-@pytest.mark.parametrize("name", NAMES)
-def test_stop_ids_end_a_request_where_the_dense_run_ends(name):
-    requests = [
-        dataclasses.replace(r, stops=(seen.tokens[len(seen.tokens) // 2],))
-        for r, seen in zip(case(name).requests, truth(name), strict=True)
-    ]
-    wanted = [case(name).truth(request=r) for r in requests]
-    assert all(one.reason == "stop" for one in wanted)
-    assert ends(paged(name, requests).rows) == ends(wanted)
 
 
 @pytest.mark.long
@@ -66,36 +46,9 @@ def test_moving_every_request_in_the_middle_changes_nothing(name):
 @pytest.mark.long("ar|diffusion_gemma_alone")
 @pytest.mark.slow("^(?!.*(^ar|diffusion_gemma_alone|d2f_whole_full|multi_bd_shifted))")
 @pytest.mark.parametrize("name", NAMES)
-def test_neighbours_and_slot_change_nothing(name):
-    for i, request in enumerate(case(name).requests):
-        alone = paged(name, [None] * (SLOTS - 1 - i) + [request], seed=6)
-        assert ends(alone.rows) == ends(once(name).rows)[i : i + 1]
-
-
-@pytest.mark.long("ar|diffusion_gemma_alone")
-@pytest.mark.slow("^(?!.*(^ar|diffusion_gemma_alone|d2f_whole_full|multi_bd_shifted))")
-@pytest.mark.parametrize("name", NAMES)
 def test_writes_past_the_pages_are_dropped(name):
     # A provisional cache is read past the limit as well, so its pages must cover the window.
     assert ends(paged(name, seed=7, tight=True).rows) == ends(once(name).rows)
-
-
-@pytest.mark.long("ar|dflash")
-@pytest.mark.slow("^(?!.*(^ar|d2f_whole_full|dflash|multi_bd_shifted))")
-@pytest.mark.parametrize("name", CACHED)
-def test_the_cache_holds_what_a_dense_pass_computes(name):
-    decoded = once(name)
-    for row, request in zip(decoded.rows, case(name).requests, strict=True):
-        text = [*request.prompt, *row.tokens]
-        length = min(len(text), row.cached) // case(name).grid * case(name).grid
-        if name.endswith("whole_full"):  # the grid starts at the prompt's end
-            length = len(request.prompt) + (row.cached - len(request.prompt)) // 4 * 4
-        assert length >= row.cached - 4
-        wanted = case(name).cache(request, text[:length])
-        for pool, layers in wanted.items():
-            for got, want in zip(decoded.cache(row, pool), layers, strict=True):
-                for a, b in zip(got, want, strict=True):
-                    np.testing.assert_allclose(a[:length], b[:length], **TOLERANCE)
 
 
 @pytest.mark.long
@@ -155,7 +108,7 @@ def test_two_blocks_commit_at_once_on_a_shifted_model():
 def test_fast_dllm_v2_runs_narrow_and_wide_rows_together():
     kinds = [t.log for t in truth("fast_dllm_v2")]
     assert any({"refine", "init"} <= set(step) for step in zip(*kinds, strict=False))
-    # Alone, a request whose pass is narrow runs the narrow program (neighbours test).
+    # Alone, a request whose pass is narrow runs the narrow program (test_engine_device.py).
     assert all("refine" in kind for kind in kinds)
 
 

@@ -1,10 +1,7 @@
 """`examples/credit_decoding.py`, the guide's strategy, tested as a user would test a file.
 
-Proves that it is the published algorithm: the guide's example step by step, and random scripts that
-agree with a list decoder, with a few accounts a hole and with the credits of the whole vocabulary.
-Without credits it is `multi_bd`. Covered are the draw at a temperature and a readout of NaN. It
-keeps the contract, a slot and its neighbours change nothing on the contract's toy model, each
-broken rule is noticed, and the guide quotes the file as it is.
+It agrees with a list decoder of the published algorithm over random scripts, keeps the contract,
+and the guide quotes the file as it is.
 """
 
 import re

@@ -1,12 +1,7 @@
 """`D2F`: a worked trace, the list decoder, and the authors' loop.
 
-Proves that `D2F` writes a trace worked by hand, by script and on a shifted model through the real
-forward (the row before the window comes from the cache). Its prefill lets every prompt row see the
-whole prompt, where `multi_bd`'s sees its block. Over random scripts, on both grids, it agrees step
-by step with an unbounded list decoder; aligned to the prompt, it agrees token for token with the
-authors' own loop. A LLaDA or Dream folder with a D2F adapter is decoded by it, as NumPy on the
-files' tensors says, preempted or not. test_contract.py and test_engine_device.py cover pages,
-preemption and prefix hits on both grids.
+A LLaDA or Dream folder with a D2F adapter is decoded by it, as NumPy on the files' tensors says.
+test_contract.py and test_engine_device.py cover pages, preemption and prefix hits on both grids.
 """
 
 import dataclasses

@@ -1,8 +1,6 @@
-"""`DiffusionGemma` by its rules.
+"""`DiffusionGemma` by its rules: when a canvas ends, and which settings a request may have.
 
-Proves, on scripted distributions of known entropy, when a canvas ends and which settings a request
-may have of its own. On the gate's toy network, a text does not depend on when the canvas before it
-is stored. `test_contract.py` compares it with a list decoder, `test_diffusion_gemma_golden.py` with
+`test_contract.py` compares it with a list decoder, `test_diffusion_gemma_golden.py` with
 transformers.
 """
 

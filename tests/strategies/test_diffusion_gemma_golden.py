@@ -1,10 +1,4 @@
-"""`DiffusionGemma` answers as transformers does, given its randomness.
-
-Proves, on tiny checkpoints in float32, that tokens, finish reasons and forwards of every golden
-case come out: through `dj.generate` with canvases begun early and alone, and through `LLM`, one
-engine for all cases of a network: one by one, in one ragged batch of requests with thresholds of
-their own, with a pool that preempts, and a second time after prefix hits.
-"""
+"""`DiffusionGemma` answers as transformers does, given its randomness."""
 
 import functools
 import itertools

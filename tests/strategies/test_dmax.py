@@ -1,9 +1,7 @@
 """`DMax` decodes as in the paper, and as Diffulex does with `compat="diffulex"`.
 
-Proves that worked traces come out step by step, from the window and from the list decoder; that
-both agree window for window on random scripts; what each cell shows in each forward (the mixtures
-and their slide); the numbers of a mixture; what is blended when the drawn token is not the
-likeliest; and that on a network a request with soft commits equals a dense run with those rows.
+Worked traces, random scripts against the list decoder, the numbers of a mixture, and on a network
+soft commits against a dense run.
 """
 
 import dataclasses

@@ -1,10 +1,6 @@
-"""`Edit` against a worked example and its list decoder.
+"""`Edit` against worked traces, and against its list decoder over random scripts.
 
-Proves that the joint threshold, the edits, the forced token and both budgets decode as specified:
-literal traces, and thousands of random scripts that agree with `edit_decoder` step for step (mask
-and stop ids in prompts, stops in holes and edited away, limits, ties, thresholds at and past their
-edges). A text settles with leaving blocks only. On the contract's toy model: the penalty, and that
-the mask id and padded rows are never drawn.
+On the contract's toy model: the penalty, and that the mask id and padded rows are never drawn.
 """
 
 import dataclasses

@@ -1,9 +1,6 @@
-"""`EditIndel` against worked examples and its list decoder.
+"""`EditIndel` against worked examples of each step of docs/llada2_2_edits.md and its list decoder.
 
-Proves that each of the eight steps of docs/llada2_2_edits.md decodes as specified: literal traces,
-and random scripts that agree with `indel_decoder` step for step, over stops, limits, ties, given
-cells, several blocks and budgets of every kind. The gate (`tests.contract.cases`) proves the same
-on a model and of the engine. What edits do not go with is refused by name.
+The gate (`tests.contract.cases`) proves the same on a model and of the engine.
 """
 
 import itertools

@@ -1,14 +1,11 @@
 """`FastDLLMV2` and the dual cache: a worked trace, random scripts, and the rows of each pass.
 
-Proves that the strategy emits what plain lists emit (`oracles/fast_dllm_v2_decoder.py`) over random
-scripts, step by step, with and without the block cache. Each forward runs the cells, sees the cache
-and stores the rows that the lists name. Also proves a worked example and each function of
-`dual_cache`. test_contract.py proves on pages what is read from the cache.
+`oracles/fast_dllm_v2_decoder.py` says both. test_contract.py proves on pages what is read from the
+cache.
 """
 
+import dataclasses
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -37,6 +34,7 @@ from tests.contract.dense import Net
 from tests.contract.dense_sub_blocks import decode_sub_blocks
 from tests.contract.models import plain
 from tests.oracles.fast_dllm_v2_decoder import Decoded, Pass, fast_dllm_v2_decode
+from tests.strategies.recorded import recording
 from tests.strategies.test_strategy_fuzz import (
     POSITIONS,
     Case,
@@ -124,60 +122,26 @@ def test_agrees_over_a_long_sweep(block: int, sub: int) -> None:
 # ---- what each forward runs, sees and stores ----
 
 
-@contextmanager
-def recording(package: ModuleType = strategies) -> Iterator[list[Pass]]:
-    """The passes of scripted runs, from inside the program: a branch not taken tells nothing."""
-    testing, passes = package.testing.script, []
-    call, store = testing._ScriptedForward.__call__, testing._ScriptedOutput.store
-
-    def reported(narrow: bool, live: Any, position: Any, context: Any) -> None:
-        cells = position.reshape(-1)[live.reshape(-1)]
-        mode = "REFINE" if narrow else "WHOLE"
-        passes.append(Pass(mode, int(cells[0]), int(cells[-1]) + 1, int(context[0]), 0))
-
-    def told_of_store(where: Any) -> None:
-        last = passes[-1]
-        passes[-1] = Pass(last.mode, last.first, last.end, last.context, int(where.sum()))
-
-    def recorded(self: Any, state: Any, **options: Any) -> Any:
-        width, context = options.get("width"), options.get("context_len", state.buffer.start)
-        see = functools.partial(reported, width is not None)
-        jax.debug.callback(see, options["live"], state.buffer.positions, context, ordered=True)
-        return call(self, state, **options)
-
-    def stored(self: Any, state: Any, where: Any) -> Any:
-        jax.debug.callback(told_of_store, where, ordered=True)
-        return store(self, state, where)
-
-    testing._run.clear_cache()
-    testing._ScriptedForward.__call__, testing._ScriptedOutput.store = recorded, stored
-    try:
-        yield passes
-    finally:
-        testing._ScriptedForward.__call__, testing._ScriptedOutput.store = call, store
-        testing._run.clear_cache()
-
-
-def as_recorded(passes: list[Pass]) -> list[Pass]:
-    """What a recorder can know of them: whether they were narrow."""
-    return [
-        Pass("REFINE" if p.mode == "REFINE" else "WHOLE", p.first, p.end, p.context, p.stored)
-        for p in passes
-    ]
-
-
 def compare_passes(package: ModuleType, cached: bool, numbers: range) -> set[tuple[str, bool]]:
     """Which modes were met, and whether on a whole block or one that the limit cuts."""
     met = set()
-    with recording(package) as passes:
+    with recording(package) as ran:
         for number in numbers:
             rng = np.random.default_rng((36, number))
             case = draw_case(rng, 8)
             case.limits.update(max_tokens=int(rng.integers(9, 20)), max_nfe=16, eos_ids=())
-            del passes[:]
+            ran.clear()
             _, truth = decode_both(case, 8, 4, 0.5, cached, package)
             jax.effects_barrier()
-            assert passes == as_recorded(truth.passes), f"{number=}"
+            # Whether a forward was narrow is all that can be known of its mode.
+            passes = [
+                Pass("REFINE" if one.width else "", one.first, one.end, one.context, one.stored)
+                for one in ran
+            ]
+            assert passes == [
+                one if one.mode == "REFINE" else dataclasses.replace(one, mode="")
+                for one in truth.passes
+            ], f"{number=}"
             met |= {(one.mode, one.context % 8 > 0 or one.end % 8 > 0) for one in truth.passes}
     return met
 

@@ -1,19 +1,13 @@
 """`FullSequence`: random scripts against its authors' loops, the rows of each pass, and its edges.
 
-Proves that the strategy emits what plain lists emit (`oracles/full_sequence_decoder.py`) over
-random scripts, step by step: every rule of remasking, steps and blocks that do not divide, stop ids
-in holes, limits, thresholds at and beyond their edges, ties. With a cache each forward runs, sees
-and stores the rows that the lists name. Wrong versions are noticed, and invalid fields refused.
-Dense runs prove decoding on pages, guidance and both caches, in the contract's case
-`full_sequence_dual` and below.
+`oracles/full_sequence_decoder.py` says both. Dense runs prove decoding on pages, guidance and both
+caches, in the contract's case `full_sequence_dual` and below.
 """
 
 import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,6 +44,7 @@ from tests.oracles.full_sequence_decoder import (
     number_transfer_tokens,
     p_transfer,
 )
+from tests.strategies.recorded import recording
 from tests.strategies.test_strategy_fuzz import (
     POSITIONS,
     Case,
@@ -168,53 +163,19 @@ def test_a_stop_cuts_what_the_authors_program_would_write() -> None:
 # ---- what each forward runs, sees and stores ----
 
 
-@contextmanager
-def recording(package: ModuleType = strategies) -> Iterator[tuple[list[Pass], list[int]]]:
-    """Passes and widths of scripted runs, from inside the program: only branches that are taken."""
-    testing = package.testing.script
-    passes, widths = [], []
-    call, store = testing._ScriptedForward.__call__, testing._ScriptedOutput.store
-
-    def reported(width: int, live: Any, position: Any, context: Any) -> None:
-        cells = position.reshape(-1)[live.reshape(-1)]
-        seen = np.setdiff1d(np.arange(int(context[0])), cells)
-        passes.append(Pass(int(cells[0]), int(cells[-1]) + 1, len(seen), 0))
-        widths.append(width)
-
-    def told_of_store(where: Any) -> None:
-        last = passes[-1]
-        passes[-1] = Pass(last.first, last.end, last.cached, int(where.sum()))
-
-    def recorded(self: Any, state: Any, **options: Any) -> Any:
-        width, context = options.get("width"), options.get("context_len", state.buffer.start)
-        see = functools.partial(reported, S * K if width is None else width)
-        jax.debug.callback(see, options["live"], state.buffer.positions, context, ordered=True)
-        return call(self, state, **options)
-
-    def stored(self: Any, state: Any, where: Any) -> Any:
-        jax.debug.callback(told_of_store, where, ordered=True)
-        return store(self, state, where)
-
-    testing._run.clear_cache()
-    testing._ScriptedForward.__call__, testing._ScriptedOutput.store = recorded, stored
-    try:
-        yield passes, widths
-    finally:
-        testing._ScriptedForward.__call__, testing._ScriptedOutput.store = call, store
-        testing._run.clear_cache()
-
-
 def compare_passes(package: ModuleType, cache: str, count: int) -> set[int]:
     """Which widths were met."""
     offered = (10, 20, S * K) if cache == "prefix" else (4, S * K)
     met = set()
-    with recording(package) as (passes, widths):
+    with recording(package) as ran:
         for number in range(count):
             case, _ = draw((38, number))
-            del passes[:], widths[:]
+            ran.clear()
             _, truth = decode_both(case, ("low_confidence", None, 4, cache), 0.9, package)
             jax.effects_barrier()
+            passes = [Pass(one.first, one.end, one.cached, one.stored) for one in ran]
             assert passes == truth.passes, f"{number=}"
+            widths = [one.width or S * K for one in ran]
             needed = [one.end - one.first for one in passes]
             assert widths == [next(w for w in offered if w >= n) for n in needed], f"{number=}"
             met |= {*widths}

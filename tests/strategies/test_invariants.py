@@ -1,8 +1,5 @@
 """The invariants of docs/contract.md over every strategy, and over strategies that break one.
 
-Proves that `check_invariants` passes the project's strategies and steps that users wrote, from
-reached and from drawn windows, for any seed, each with the fewest forwards in which its first open
-block must leave. For each rule, it names the rule that a wrong step breaks.
 The wrong steps are one program; a number in the strategy selects one.
 """
 

@@ -1,10 +1,7 @@
 """Proves that a recorded step does what an unrecorded one does, and that its record is right.
 
-Every strategy of the contract's gate is traced with the
-recorder around its model (a value kept from inside a `lax.cond` would not survive that). Among the
-slow tests each is run to its end against the unrecorded run. A record is checked against a window
-rebuilt from its events alone. Recording off costs nothing: the decode program is the same text
-before and after, and no module under the engine imports the recorder.
+Recording off costs nothing: the decode program is the same text before and after, and no module
+under the engine imports the recorder.
 """
 
 import json
@@ -34,11 +31,6 @@ pytestmark = pytest.mark.long
 PROMPT = list(range(40, 61))
 STRATEGY = MultiBD(block_size=8, buffer_size=2, accept_threshold=0.02)
 HOW = {"max_tokens": 40, "temperature": 0.9, "key": jax.random.key(7)}
-
-
-@pytest.fixture(scope="module")
-def model(random_folder):
-    return dj.load(random_folder)
 
 
 @pytest.fixture(scope="module")

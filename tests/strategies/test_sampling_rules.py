@@ -1,9 +1,4 @@
-"""The acceptance rules that strategies share, where the loops of oracles/rule_checks.py end.
-
-Proves of the factor rule that it takes the cells its formula names, worked by hand. The margin
-ranks differently from confidence and refuses statistics without two tokens. A rank is a permutation
-however the score is compiled (issue 23, item 22). A strategy of a few lines decodes by these rules.
-"""
+"""The acceptance rules that strategies share, where the loops of oracles/rule_checks.py end."""
 
 import jax
 import jax.numpy as jnp

@@ -1,10 +1,4 @@
-"""Several short prompts in one prefill pass, as accelerators take them: the tokens are the same.
-
-Proves that small pieces wait for more of their kind, that as many as fit go into one pass, and that
-the rest goes in alone. Nothing that must wait is passed: a second piece or a new request of the
-same slot, a chunk, a waiting request, a state that starts over. Whole runs of the gate's cases,
-with preemption and with a failing pass, end as each request alone.
-"""
+"""Several short prompts in one prefill pass, as accelerators take them: the tokens are the same."""
 
 import dataclasses
 from concurrent.futures import CancelledError, Future

@@ -1,9 +1,7 @@
 """Many requests in one state: slots do not depend on each other, finished ones do not change.
 
-Proves what one-request traces cannot. The pure half of the engine (`core.driver`) decodes a batch
-of unlike requests, each as the list decoder does alone, while neighbours finish early or are
-swapped. A finished row is frozen bit for bit. Also proves the properties of the "random" remasking
-rule, which no list can predict: how many cells, only holes, a fair choice, the request's key.
+Also the properties of the "random" remasking rule, which no list can predict: how many cells, only
+holes, a fair choice, the request's key.
 """
 
 from typing import Any

@@ -1,9 +1,7 @@
 """Random scripts: `run_script` must agree with the list decoder, step by step.
 
-Proves that the vectorised window (`strategies/`) emits the same tokens, windows, statuses, counts
-and reasons as unbounded Python lists, over random prompts (mask and stop ids among them), limits,
-thresholds at and beyond their edges, tied and distinct probabilities. A failure prints the seed,
-which makes its script again. Shapes are constant, so a parametrised case compiles once.
+A failure prints the seed, which makes its script again. Shapes are constant, so a parametrised case
+compiles once.
 """
 
 from dataclasses import dataclass

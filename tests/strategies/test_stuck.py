@@ -1,9 +1,6 @@
 """A strategy that changes nothing ends its request with an error that names cause and remedy.
 
-Proves on scripted runs that the request ends after exactly `Strategy.patience` steps without a
-change and names strategy, position and remedy; that an edit, a fill or a commit restarts the count;
-and that the longest schedules of shipped strategies end with their text. The engine, `generate` and
-`record` report the same strategy alike. Issue 23, item 5.
+Issue 23, item 5.
 """
 
 import jax.numpy as jnp

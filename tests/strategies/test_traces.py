@@ -1,10 +1,9 @@
 """Worked examples of `MultiBD` and `BlockDiffusion`, step by step, as literal tests.
 
-Both open, accept, commit and finish exactly as traced by hand. Every trace also runs through the
-list decoder that the fuzz tests trust. The numbers of the state machine were traced on Diffulex's
-own classes. It samples at the end of an unaligned prefill and counts prefill as a forward; we do
-neither, so its step 2 is our first forward after an aligned prompt. Where our rule differs from
-Diffulex's (EOS, max_tokens, what is returned), the comments give its numbers.
+Every trace also runs through the list decoder that the fuzz tests trust. The numbers of the state
+machine were traced on Diffulex's own classes, which sample at the end of an unaligned prefill and
+count prefill as a forward; we do neither, so its step 2 is our first forward after an aligned
+prompt. Where our rule differs (EOS, max_tokens, what is returned), the comments give its numbers.
 """
 
 from collections.abc import Callable, Mapping, Sequence

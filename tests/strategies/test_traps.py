@@ -1,9 +1,4 @@
-"""The tests that docs/traps.md names exist, and those of its traps that no other file holds.
-
-Proves that the page has every trap and a test for each; that stability and thresholds follow traps
-28 and 29; and, on models, that `dmax` never draws or mixes ids that are no tokens, and that text
-which `edit` and `dmax` emitted is never taken back while their windows change.
-"""
+"""The tests that docs/traps.md names exist, and those of its traps that no other file holds."""
 
 import ast
 import dataclasses

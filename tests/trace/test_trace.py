@@ -1,9 +1,6 @@
 """Proves that what `dllm-jax trace` shows is the trajectory, whatever the tokens are.
 
-Frames are checked against a worked example and, over random trajectories, by rebuilding every
-window from their changes alone. The page is parsed as a browser would: whatever a token holds,
-there are two scripts, no reference to anything outside, and the data of the frames. Pictures are
-read back pixel by pixel. What the page does in a browser is in test_page.py.
+Pictures are read back pixel by pixel. What the page does in a browser is in test_page.py.
 """
 
 import dataclasses
@@ -36,6 +33,8 @@ NASTY = (
     "\u2028\u0000\n",
     "&amp;",
 )
+
+pytestmark = pytest.mark.usefixtures("no_compile_cache")
 
 
 class Tokenizer:
@@ -330,11 +329,6 @@ def test_pictures_take_any_token(nasty):
 def made_by(made):
     """The strategy value that a trajectory's settings describe."""
     return strategies.MultiBD(**made.settings)
-
-
-@pytest.fixture(autouse=True)
-def _no_compile_cache(monkeypatch):
-    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
 
 
 @pytest.fixture
