@@ -213,6 +213,24 @@ def no_compile_cache(monkeypatch):
 
 
 @pytest.fixture
+def fails(capsys):
+    """Run a command that must fail with a status; returns its one line of error."""
+    from dllm_jax.cli import main
+
+    def run(status, *argv: str) -> str:
+        assert main(list(argv)) in (status if isinstance(status, tuple) else (status,))
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        lines = captured.err.splitlines()
+        errors = [line for line in lines if line.startswith("error: ")]
+        assert lines == errors, "something besides the error line was written"
+        assert len(errors) == 1
+        return errors[0].removeprefix("error: ")
+
+    return run
+
+
+@pytest.fixture
 def highest_precision():
     """Products in float32, as the oracles have them."""
     import jax

@@ -253,13 +253,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_cannot_be_meant_is_refused_in_one_line(words, random_folder, capsys):
+def test_what_cannot_be_meant_is_refused_in_one_line(words, random_folder, fails):
     argv = ["bench", "step", "--model", str(random_folder), *words.split()]
-    assert main(argv) == 2
-    reported = capsys.readouterr()
-    assert reported.out == ""
-    assert reported.err.count("\n") == 1
-    assert REFUSED[words] in reported.err
+    assert REFUSED[words] in fails(2, *argv)
 
 
 def measured(monkeypatch, *argv):
@@ -293,7 +289,7 @@ def test_defaults_fit_the_model(random_folder, tmp_path, monkeypatch):
     ]
 
 
-def test_defaults_of_a_round_fit_the_built_in_pair(monkeypatch, tmp_path, capsys):
+def test_defaults_of_a_round_fit_the_built_in_pair(monkeypatch, tmp_path, capsys, fails):
     """512 positions; a round may write its window of 17 cells."""
     argv = ["--model", "builtin:tiny-qwen3", "--draft", "builtin:tiny-qwen3-dflash"]
     steps = (512 - 512 // 8 - 2 * 17) // 17 - 4
@@ -306,10 +302,7 @@ def test_defaults_of_a_round_fit_the_built_in_pair(monkeypatch, tmp_path, capsys
         (["--shapes", "1x1x99"], "width=99 must be in [1, 16]"),
         (["--steps", "64"], "need 1207 positions, the model has 512; lower --context, --steps or"),
     ):
-        assert main(["bench", "step", *argv, *more]) == 2
-        said = capsys.readouterr()
-        assert (said.out, said.err.count("\n")) == ("", 1)
-        assert reported in said.err
+        assert reported in fails(2, "bench", "step", *argv, *more)
 
 
 def test_a_large_model_is_measured_as_ever():

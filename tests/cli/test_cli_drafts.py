@@ -87,25 +87,18 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("verb", REFUSED)
-def test_what_cannot_be_meant_is_refused_in_one_line(verb, folder, tmp_path, capsys, monkeypatch):
+def test_what_cannot_be_meant_is_refused_in_one_line(verb, folder, tmp_path, fails, monkeypatch):
     (tmp_path / "FILE").write_text("w1\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    assert main([*verb.split(), *words(folder, "--draft", "/no/such")]) in (1, 2)
-    reported = capsys.readouterr()
-    assert reported.out == ""
-    assert reported.err.startswith("error: ")
-    assert reported.err.count("\n") == 1
-    assert REFUSED[verb] in reported.err
+    argv = [*verb.split(), *words(folder, "--draft", "/no/such")]
+    assert REFUSED[verb] in fails((1, 2), *argv)
 
 
 @pytest.mark.parametrize("verb", ["generate w1", "eval --problems 1", "trace w1"])
-def test_dflash_asks_for_its_draft(verb, folder, tmp_path, capsys, monkeypatch):
+def test_dflash_asks_for_its_draft(verb, folder, tmp_path, fails, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main([*verb.split(), *words(folder), "--strategy", "dflash"]) == 1
-    reported = (
-        "error: draft=None: DFlash drafts with a model of its own; give one (draft=, --draft)\n"
-    )
-    assert capsys.readouterr().err == reported
+    said = fails(1, *verb.split(), *words(folder), "--strategy", "dflash")
+    assert said == "draft=None: DFlash drafts with a model of its own; give one (draft=, --draft)"
 
 
 # Every verb decodes with it.

@@ -20,23 +20,6 @@ pytestmark = pytest.mark.usefixtures("no_compile_cache")
 PROMPT = "Ann has 3 pens."
 
 
-@pytest.fixture
-def fails(capsys):
-    """Run a command that must fail; returns its one line of error."""
-
-    def run(status: int, *argv: str) -> str:
-        assert main(list(argv)) == status
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        lines = captured.err.splitlines()
-        errors = [line for line in lines if line.startswith("error: ")]
-        assert lines == errors, "something besides the error line was written"
-        assert len(errors) == 1
-        return errors[0].removeprefix("error: ")
-
-    return run
-
-
 WHOLE = "must be a whole number"
 LIST = "is not a list of whole numbers (e.g. 1,8) or none; give one"
 # Status, words, and what the line has; M is a model's folder, T one with some files.

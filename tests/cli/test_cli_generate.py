@@ -52,16 +52,8 @@ def test_text_and_figures_are_those_of_the_library(model, random_folder, capsys)
 def test_json_of_a_prompt_file_is_a_line_a_prompt(model, random_folder, capsys, tmp_path):
     (tmp_path / "prompts").write_text("\n".join(PROMPTS) + "\n\n", encoding="utf-8")
     argv = ["--prompt-file", str(tmp_path / "prompts"), "--json", "--max-tokens", "20"]
-    argv += [
-        "--temperature",
-        "0.8",
-        "--top-k",
-        "50",
-        "--seed",
-        "5",
-        "--set",
-        "accept_threshold=0.1",
-    ]
+    argv += ["--temperature", "0.8", "--top-k", "50", "--seed", "5"]
+    argv += ["--set", "accept_threshold=0.1"]
     assert main(["generate", "--model", str(random_folder), *argv]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     out = dj.generate(

@@ -185,12 +185,16 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_golden_file_notices(golden, models, wrong):
     """A mistake that no shape betrays moves the logits by far more than the tolerance."""
-    broken, n = WRONG[wrong](models("base", 0.4)), 24
-    case = {k: golden[f"base/0.4/{n}/{k}"] for k in ("ids", "canvas", "expected", "conditioned")}
+    assert error_of(golden, WRONG[wrong](models("base", 0.4))) > 100 * TOLERANCE[0.4]
+
+
+def error_of(golden, model):
+    """How far a model's conditioned logits are from the golden ones."""
+    case = {k: golden[f"base/0.4/24/{k}"] for k in ("ids", "canvas", "expected", "conditioned")}
     with jax.default_matmul_precision("highest"):
-        _, pool = encode(broken, empty_pool(broken, n), case["ids"], 0)
-        got = decode(broken, pool, case["canvas"], case["expected"], n)
-    assert np.abs(got - case["conditioned"]).max() > 100 * TOLERANCE[0.4]
+        _, pool = encode(model, empty_pool(model, 24), case["ids"], 0)
+        got = decode(model, pool, case["canvas"], case["expected"], 24)
+    return np.abs(got - case["conditioned"]).max()
 
 
 def _view(**other):
@@ -236,15 +240,11 @@ WRONG_FUNCTIONS = {
 @pytest.mark.parametrize("wrong", WRONG_FUNCTIONS)
 def test_golden_file_notices_a_broken_rule(golden, models, monkeypatch, wrong):
     """As above, of mistakes in a function."""
-    model, n = models("base", 0.4), 24
-    case = {k: golden[f"base/0.4/{n}/{k}"] for k in ("ids", "canvas", "expected", "conditioned")}
+    model = models("base", 0.4)
     monkeypatch.setattr(*WRONG_FUNCTIONS[wrong])
     for half in ("_before", "_behind"):  # whose trace is kept
         monkeypatch.setattr(gemma, half, inspect.unwrap(getattr(gemma, half)))
-    with jax.default_matmul_precision("highest"):
-        _, pool = encode(model, empty_pool(model, n), case["ids"], 0)
-        got = decode(model, pool, case["canvas"], case["expected"], n)
-    assert np.abs(got - case["conditioned"]).max() > 100 * TOLERANCE[0.4]
+    assert error_of(golden, model) > 100 * TOLERANCE[0.4]
 
 
 @pytest.mark.long

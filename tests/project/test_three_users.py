@@ -92,16 +92,9 @@ api-key: [user]
 
 @pytest.fixture
 def server(tmp_path):
-    (tmp_path / "server.yaml").write_text(CONFIG)
-    words = [
-        "-m",
-        "dllm_jax.cli",
-        "serve",
-        "--port",
-        "0",
-        "--config",
-        str(tmp_path / "server.yaml"),
-    ]
+    config = tmp_path / "server.yaml"
+    config.write_text(CONFIG)
+    words = ["-m", "dllm_jax.cli", "serve", "--port", "0", "--config", str(config)]
     one = Server(words, tmp_path / "log", env={"DLLM_ADMIN_KEY": "admin"})
     try:
         yield one.wait_ready()

@@ -34,7 +34,7 @@ from tests.contract.dense import Net
 from tests.contract.dense_sub_blocks import decode_sub_blocks
 from tests.contract.models import plain
 from tests.oracles.fast_dllm_v2_decoder import Decoded, Pass, fast_dllm_v2_decode
-from tests.strategies.recorded import recording
+from tests.strategies.recorded import Ran, recording
 from tests.strategies.test_strategy_fuzz import (
     POSITIONS,
     Case,
@@ -122,6 +122,14 @@ def test_agrees_over_a_long_sweep(block: int, sub: int) -> None:
 # ---- what each forward runs, sees and stores ----
 
 
+def passes_of(ran: list[Ran]) -> list[Pass]:
+    """Whether a forward was narrow is all that can be known of its mode."""
+    return [
+        Pass("REFINE" if one.width else "WHOLE", one.first, one.end, one.context, one.stored)
+        for one in ran
+    ]
+
+
 def compare_passes(package: ModuleType, cached: bool, numbers: range) -> set[tuple[str, bool]]:
     """Which modes were met, and whether on a whole block or one that the limit cuts."""
     met = set()
@@ -133,15 +141,11 @@ def compare_passes(package: ModuleType, cached: bool, numbers: range) -> set[tup
             ran.clear()
             _, truth = decode_both(case, 8, 4, 0.5, cached, package)
             jax.effects_barrier()
-            # Whether a forward was narrow is all that can be known of its mode.
-            passes = [
-                Pass("REFINE" if one.width else "", one.first, one.end, one.context, one.stored)
-                for one in ran
-            ]
-            assert passes == [
-                one if one.mode == "REFINE" else dataclasses.replace(one, mode="")
+            wanted = [
+                one if one.mode == "REFINE" else dataclasses.replace(one, mode="WHOLE")
                 for one in truth.passes
-            ], f"{number=}"
+            ]
+            assert passes_of(ran) == wanted, f"{number=}"
             met |= {(one.mode, one.context % 8 > 0 or one.end % 8 > 0) for one in truth.passes}
     return met
 
@@ -210,11 +214,11 @@ def test_the_traced_example(decode: Any, cached: bool) -> None:
 
 def test_the_passes_of_the_traced_example() -> None:
     """The notes' modes; the first INIT is stored, which the reference leaves out (B5)."""
-    with recording() as passes:
+    with recording(strategies) as ran:
         by_strategy(TRACED, list(range(1, 11)), **SMALL, max_tokens=32, max_nfe=7)
         jax.effects_barrier()
     init, refine = Pass("WHOLE", 8, 16, 8, 8), Pass("REFINE", 8, 12, 16, 4)
-    assert passes == [init, refine, init, init, init, init, Pass("WHOLE", 16, 24, 16, 8)]
+    assert passes_of(ran) == [init, refine, init, init, init, init, Pass("WHOLE", 16, 24, 16, 8)]
 
 
 def test_an_aligned_prompt_is_seeded(decode: Any) -> None:

@@ -51,10 +51,10 @@ def trained():
     return dj.LLM("builtin:tiny-sdar", warm_up=False, max_num_seqs=4)
 
 
-def _fits(text, constraint):
+def fits(text, constraint):
     """Whether a text is one of a constraint, by others than the compiler."""
     if isinstance(constraint, Regex):
-        return re.fullmatch(constraint.regex, text) is not None
+        return re.fullmatch(constraint.regex, text, re.ASCII) is not None
     if isinstance(constraint, Choice):
         return text in constraint.choices
     jsonschema.validate(json.loads(text), constraint.schema)
@@ -64,7 +64,7 @@ def _fits(text, constraint):
 def _assert_held(output, constraint):
     (text,) = output.outputs
     assert output.error is None
-    assert _fits(text.text, constraint)
+    assert fits(text.text, constraint)
     assert (text.finish_reason, text.constraint_met) == ("stop", True)
 
 
@@ -104,7 +104,7 @@ def test_texts_of_one_prompt_are_each_held(llm):
     (output,) = llm.chat(_chats(1), params)
     assert len({one.text for one in output.outputs}) > 1
     for one in output.outputs:
-        assert _fits(one.text, SENTENCE)
+        assert fits(one.text, SENTENCE)
         assert one.constraint_met
 
 

@@ -5,13 +5,10 @@ The vocabulary is `qwen.tiktoken` of the package `dashscope`; without it nothing
 
 import base64
 import importlib.util
-import json
-import re
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import jsonschema
 import numpy as np
 import pytest
 
@@ -20,6 +17,7 @@ from dllm_jax.runner import grammars
 from dllm_jax.strategies.core import constraint
 from dllm_jax.strategies.core.constraint import HOLE, KNOWN, SKIP, View
 from dllm_jax.structured import Choice, JsonSchema, Regex
+from tests.structured.test_constrained_llm import fits
 
 pytestmark = [
     pytest.mark.slow,
@@ -70,15 +68,6 @@ def words():
         text, number = line.split()
         spelt[int(number)] = base64.b64decode(text)
     return spelt, structured.spellings(spelt)
-
-
-def _is_instance(text, one):
-    if isinstance(one, Regex):
-        return re.fullmatch(one.regex, text, re.ASCII) is not None
-    if isinstance(one, Choice):
-        return text in one.choices
-    jsonschema.validate(json.loads(text), one.schema)
-    return True
 
 
 class _Members:
@@ -132,4 +121,4 @@ def test_texts_of_random_models_are_instances(name, words):
         for row, most in zip(tokens, limit[:, 0], strict=True):
             said = row[:most].tolist()
             said = said[: said.index(STOP)] if STOP in said else said
-            assert _is_instance(b"".join(spelt[i] for i in said).decode(), one)
+            assert fits(b"".join(spelt[i] for i in said).decode(), one)

@@ -236,11 +236,12 @@ def test_command_takes_fields_behind_one_strategy(trace):
         (["--set", "nonsense=1"], "none of edit, multi_bd takes nonsense"),
     ],
 )
-def test_several_strategies_are_refused_in_one_line(trace, argv, reported, tmp_path, monkeypatch):
+def test_several_strategies_are_refused_in_one_line(
+    random_folder, fails, argv, reported, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    status, out, err = trace("--strategy", "edit", "--strategy", "multi_bd", *argv)
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert reported in err
+    words = ["trace", "Hi", "--model", str(random_folder), "--strategy", "edit"]
+    assert reported in fails(2, *words, "--strategy", "multi_bd", *argv)
 
 
 # --- the page in a browser ------------------------------------------------------------------------

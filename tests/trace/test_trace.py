@@ -396,14 +396,12 @@ def test_command_writes_each_form(trace, random_folder, tmp_path, monkeypatch):
         (["--half", "hard"], "--half is about problems drawn by --seed"),
     ],
 )
-def test_mistakes_are_one_line_before_the_work(trace, argv, reported, tmp_path, monkeypatch):
+def test_mistakes_are_one_line_before_the_work(
+    random_folder, fails, argv, reported, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    status, out, err = trace(*argv)
-    assert (status, out) == (2, "")
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert reported in err
+    assert reported in fails(2, "trace", "How many?", "--model", str(random_folder), *argv)
 
 
 def test_interrupted_or_failed_it_leaves_the_old_file(trace, tmp_path, monkeypatch):
