@@ -315,16 +315,19 @@ class Form:
         table = np.full((slots, columns), -1, np.int32)
         rows = np.arange(slots, dtype=np.int32)
         (call,) = self.runner.calls(lambda runner: runner.decode(rows, slots, table, 2, False))
-        call = dataclasses.replace(call, programs=self.programs)
-        self.key, self.compiled = call.name, self.runner.device.lower(call).compile(self.options)
+        device, self.key = self.runner.device, call.name
+        device.take(self.programs)
+        self.compiled = device.lower(call).compile(self.options)
+        device.take(self.runner.programs)
 
     def __enter__(self):
-        known = self.runner.device.compiled
-        self.usual = known[self.key], self.runner.programs
-        known[self.key], self.runner.programs = self.compiled, self.programs
+        device = self.runner.device
+        self.usual, device.compiled[self.key] = device.compiled[self.key], self.compiled
+        device.take(self.programs)
 
     def __exit__(self, *_):
-        self.runner.device.compiled[self.key], self.runner.programs = self.usual
+        self.runner.device.compiled[self.key] = self.usual
+        self.runner.device.take(self.runner.programs)
 
 
 def _form(args, rows, llm, given, texts, program, row):

@@ -16,10 +16,6 @@ from dllm_jax.runner.programs import Call
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.runner.state import DeviceState
 
-# Programs that one process may ask of others.
-_PROGRAMS = ("admit", "restore", "prefill", "begin", "copy_page", "decode")
-_WEIGHTLESS = ("admit", "restore", "copy_page")
-
 
 class LeadingDevice:
     """The `DeviceState` of process 0 where several processes share the model.
@@ -91,7 +87,7 @@ def _message(what: str, call: Call) -> tuple[dict[str, Any], tuple[Any, ...]]:
         "sizes": call.sizes and dataclasses.astuple(call.sizes),
         "static": call.static,
         "options": call.options,
-        "program": next(n for n in _PROGRAMS if getattr(programs, n) is call.program),
+        "program": call.program.__name__,
     }
     return head, call.args
 
@@ -131,11 +127,10 @@ def _replay(runner: ModelRunner, head: Mapping[str, Any], arrays: list[np.ndarra
             return runner.submit(device.bind, head["slot"], sizes, arrays, head["at"])
         case "move":
             return runner.submit(device.move, head["slot"], head["at"])
-    made_from = runner.weightless if head["program"] in _WEIGHTLESS else runner.programs
     sizes = head["sizes"] and grammars.Sizes(*head["sizes"])
     program = getattr(programs, head["program"])
     key, args = tuple(head["key"]), tuple(arrays)
-    call = Call(key, program, made_from, args, head["static"], sizes, head["options"])
+    call = Call(key, program, args, head["static"], sizes, head["options"])
     if head["what"] == "call":
         return runner.submit(device.run, call)
     return runner.submit(device.compile, call, ())

@@ -41,7 +41,7 @@ class Dispatch:
         home: The device that everything is committed to.
 
     Attributes:
-        weightless: The programs' `made_from` without weights, for those that read none.
+        programs: What the compiled programs were made from.
         is_profiled: Run steps by programs whose launches a profile holds, one by one.
         passes: Prefill passes, by tokens and pages of a prompt, kind, prompts.
     """
@@ -57,7 +57,7 @@ class Dispatch:
         self.is_profiled = False
         self.passes: Counter[tuple[int, int, PassKind, int]] = Counter()
         self._home = home
-        self.take(made_from)
+        self.programs = made_from
         self._admitted: list[_Admission] = []  # not dispatched yet
         fields = made_from.request_fields
         self._no_fresh = np.zeros((made_from.num_fresh, fields.size), np.int32)
@@ -65,13 +65,6 @@ class Dispatch:
         self._pieces: list[_Piece] = []  # not dispatched yet, of distinct slots
         self._bound: set[int] = set()  # slots whose request has a grammar
         self._bucket: grammars.Sizes | None = None  # of these grammars
-
-    def take(self, made_from: Programs) -> None:
-        """Make calls of `made_from`, which has what the compiled programs were made from."""
-        self.programs = made_from
-        # A call looks at each of its arrays.
-        bare = made_from.model.replace(params={}, exchange=None)
-        self.weightless = made_from.replace(model=bare, aux={})
 
     def calls(
         self, act: Callable[["Dispatch"], Any], sizes: grammars.Sizes | None = None
@@ -116,7 +109,7 @@ class Dispatch:
         pieces, self._pieces = self._pieces, []
         if not pieces and self._admitted:
             slots = [slot for slot, _, _ in self._admitted]
-            call = Call(("admit",), programs.admit, self.weightless, (self._fresh(),))
+            call = Call(("admit",), programs.admit, (self._fresh(),))
             self.run(call, slots)
         # Full batches or single pieces: a padding row would cost a prompt's computation.
         count = self.layout.prompts_a_pass if len(pieces) == self.layout.prompts_a_pass else 1
@@ -210,7 +203,7 @@ class Dispatch:
         static |= {"size": size, "kind": kind}
         options = xla_options.of_prefill(self.layout)
         key = ("prefill", *words.shape, size, kind)
-        call = Call(key, programs.prefill, self.programs, (given,), static, options=options)
+        call = Call(key, programs.prefill, (given,), static, options=options)
         done = self.run(call, [piece.slot for piece in pieces])
         done.add_done_callback(lambda done: _pass_on(done, [piece.boundary for piece in pieces]))
 
@@ -229,7 +222,7 @@ class Dispatch:
             if self._home is not None:  # where `prefill` leaves one
                 boundary = jax.device_put(boundary, self._home)
         args = np.int32(slot), boundary
-        self.run(Call(("begin",), programs.begin, self.programs, args), [slot])
+        self.run(Call(("begin",), programs.begin, args), [slot])
 
     def restore(
         self, slot: int, placement: Placement, saved: np.ndarray, tokens: Sequence[int]
@@ -238,12 +231,12 @@ class Dispatch:
         output = np.zeros((self.programs.max_output,), np.int32)
         output[: len(tokens)] = tokens
         args = self._packed(slot, placement), saved[None, : self.slot_layout.size], output
-        self.run(Call(("restore",), programs.restore, self.weightless, args), [slot])
+        self.run(Call(("restore",), programs.restore, args), [slot])
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page in every pool."""
         args = np.int32(source), np.int32(target)
-        self.run(Call(("copy",), programs.copy_page, self.weightless, args))
+        self.run(Call(("copy",), programs.copy_page, args))
 
     # --- decoding -----------------------------------------------------------------------------
 
@@ -284,7 +277,7 @@ class Dispatch:
         is_split = self.programs.model.split is not None
         how = sizes is not None, is_split, self.is_profiled
         options = xla_options.of_decode(self.layout, len(rows), *how)
-        call = Call(key, programs.decode, self.programs, args, static, sizes, options)
+        call = Call(key, programs.decode, args, static, sizes, options)
         return self.run(call, active)
 
 

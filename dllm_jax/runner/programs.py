@@ -80,10 +80,10 @@ class Programs(struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A program and its arguments, except for the state.
+    """A program and its arguments, except for the weights and the state.
 
     Attributes:
-        key: Tells the compiled sizes of the programs apart.
+        key: Tells the compiled sizes of the programs apart; the first is the act.
         args: Arrays, or futures of them.
         static: Keywords that are part of the compiled program.
         sizes: Of the slots' grammars, if the program takes them with the state.
@@ -92,7 +92,6 @@ class Call:
 
     key: tuple[Any, ...]
     program: Any
-    programs: Programs
     args: tuple[Any, ...]
     static: dict[str, Any] = dataclasses.field(default_factory=dict)
     sizes: Sizes | None = None

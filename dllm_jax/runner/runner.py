@@ -208,7 +208,7 @@ class ModelRunner(Dispatch):
     def put_weights(self, params: Any, kv_scales: Any) -> None:
         """Read other weights of the same shapes, types and places from the next program on."""
         model = self.programs.model.replace(params=params, kv_scales=kv_scales)
-        self.take(self.programs.replace(model=model))
+        self.programs = self.programs.replace(model=model)
         self.device.wait(self.submit(self.device.take, self.programs))
 
     def free_state(self) -> None:

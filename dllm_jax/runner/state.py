@@ -25,6 +25,8 @@ from dllm_jax.strategies.core.errors import described
 from dllm_jax.strategies.core.state import DecodeState
 
 PINNED = "pinned_host"  # memory of the host that a GPU writes
+# Acts that read no weights, and no pools: a call inspects each of its arrays.
+WEIGHTLESS, POOLLESS = ("admit", "restore", "copy"), ("admit", "restore")
 
 
 class DeviceState:
@@ -90,10 +92,14 @@ class DeviceState:
         """A call's program, lowered from the shapes of the state; nothing runs."""
         if self._split is not None:
             call = dataclasses.replace(call, args=self._split.laid(call.args, PartitionSpec()))
-        weights, of_programs = jax.tree.flatten(call.programs)
+        weights, of_programs = self._weights(call)
         slots, of_state = jax.tree.flatten(_taken(call, self.shapes(sizes=call.sizes)))
         static = call.static | {"trees": (of_programs, of_state)}
         return call.program.lower(weights, slots, *call.args, **static)
+
+    def _weights(self, call: Call) -> tuple[list[Any], Any]:
+        """Leaves and tree of what a call's program is made from."""
+        return self._flat_weightless if call.key[0] in WEIGHTLESS else self._flat
 
     def compile_program(self, call: Call) -> jax.stages.Compiled:
         """Compile a call's program."""
@@ -125,7 +131,9 @@ class DeviceState:
 
     def take(self, made_from: Programs) -> None:
         """Read the weights of `made_from`, of which the programs are compiled."""
-        self._programs, self._leaves = made_from, jax.tree.leaves(made_from)
+        self._programs, self._flat = made_from, jax.tree.flatten(made_from)
+        bare = made_from.model.replace(params={}, exchange=None)
+        self._flat_weightless = jax.tree.flatten(made_from.replace(model=bare, aux={}))
 
     def close(self) -> None:
         """Free the state."""
@@ -186,9 +194,8 @@ class DeviceState:
     def _launch(
         self, call: Call, args: tuple[Any, ...], part: DecodeState
     ) -> tuple[DecodeState, Any]:
-        own = call.programs is self._programs
         slots, tree = jax.tree.flatten(part)
-        weights = self._leaves if own else jax.tree.leaves(call.programs)
+        weights, _ = self._weights(call)
         new, rest = self.compiled[call.name](weights, slots, *args)
         return jax.tree.unflatten(tree, new), rest
 
@@ -220,9 +227,8 @@ class DeviceState:
 
 
 def _taken(call: Call, state: DecodeState) -> DecodeState:
-    """The state that a program takes: a call inspects each array, and most are pools."""
-    is_small = call.program in (programs.admit, programs.restore)
-    return state.replace(pools=None) if is_small else state
+    """The state that a program takes."""
+    return state.replace(pools=None) if call.key[0] in POOLLESS else state
 
 
 def _device_of(made_from: Programs) -> Any:
