@@ -36,8 +36,8 @@ from dllm_jax.models.sharding import once, total
 
 # attend(layer, q [B T N H], k [B T G H], v [B T G H]) -> [B T N H]
 Attend = Callable[[int, Array, Array, Array], Array]
-# ffn(weights of a layer, rows [B T D], *given, cfg=, dtype=, ops=) -> what `add_rms_norm` adds
-FeedForward = Callable[..., Any]
+# ffn(weights of a layer, rows [B T D], cfg=, dtype=, ops=) -> what `add_rms_norm` adds
+FeedForward = jax.tree_util.Partial
 _SIZES = {
     "num_layers": 10_000,  # more are a typing mistake
     **dict.fromkeys(("hidden_size", "num_heads", "num_kv_heads"), 2**31 - 1),
@@ -212,6 +212,9 @@ def mlp(layer: Any, rows: Array | Fp8Rows, *, cfg: DenseConfig, dtype: Any, ops:
     return swiglu(rows, layer["w_gate_up"], layer["w_down"], ops, dtype)
 
 
+_MLP = FeedForward(mlp)
+
+
 def trunk(
     params: Any,
     cfg: DenseConfig,
@@ -220,8 +223,7 @@ def trunk(
     attend: Attend,
     hidden_layers: tuple[int, ...] = (),
     *,
-    ffn: FeedForward = mlp,
-    given: tuple[Any, ...] = (),
+    ffn: FeedForward = _MLP,
     ops: LayerOps = PLAIN,
     peers: Array | None = None,
 ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B T D"], ...]]:
@@ -232,9 +234,8 @@ def trunk(
         positions: Absolute positions of the rows (the prompt starts at 0).
         attend: Attention of one layer on rotated queries and keys.
         hidden_layers: Which residual streams to return; 0 is the input, j is after layer j.
-        ffn: The second half of a layer, on normed rows. It must be a module-level function, so
-            that layers share its trace.
-        given: Further arrays for `ffn`.
+        ffn: The second half of a layer, on normed rows: a module-level function, so that layers
+            share its trace, with the further arrays that it takes.
         ops: Back ends of the operations of a layer, of which only "xla" has gradients, and the
             devices that share the weights.
         peers: See `sharding.total`.
@@ -255,8 +256,8 @@ def trunk(
         qkv = _before(layer, normed, cos, sin, cfg=cfg, dtype=x.dtype, ops=ops)
         out = attend(i, *qkv, **_in_groups(layer, cfg, qkv[0], ops))
         is_quantized = isinstance(readers[i], Fp8Matrix)
-        how = {"cfg": cfg, "ffn": ffn, "ops": ops, "is_quantized": is_quantized}
-        x, normed = _behind(layer, x, out, after[i], (given, peers), **how)
+        how = {"cfg": cfg, "ops": ops, "is_quantized": is_quantized}
+        x, normed = _behind(layer, x, out, after[i], ffn, peers, **how)
         streams[i + 1] = x
     return normed, tuple(streams[j] for j in hidden_layers)
 
@@ -316,25 +317,20 @@ def _in_groups(layer: Any, cfg: DenseConfig, q: Array, ops: LayerOps) -> dict[st
     return {"is_quantized": True} if takes_groups(rows, wo, cfg.head_dim, q.dtype) else {}
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "ffn", "ops", "is_quantized"))
+@functools.partial(jax.jit, static_argnames=("cfg", "ops", "is_quantized"))
 def _behind(
     layer: Any,
     x: Array,
     out: Array | Fp8Groups,
     scale: Array,
-    more: tuple[tuple[Any, ...], Array | None],
+    ffn: FeedForward,
+    peers: Array | None,
     *,
     cfg: DenseConfig,
-    ffn: FeedForward,
     ops: LayerOps,
     is_quantized: bool,
 ) -> tuple[Array, Array | Fp8Rows]:
-    """The residual stream after a layer, and its norm; `out` is the result of attention.
-
-    Args:
-        more: `given` and `peers` of `trunk`.
-    """
-    given, peers = more
+    """The residual stream after a layer, and its norm; `out` is the result of attention."""
 
     def add(x: Array, y: Any, scale: Array, is_quantized: bool) -> tuple[Array, Any]:
         if peers is not None and reduces(x):
@@ -360,7 +356,7 @@ def _behind(
         how = {"axis": ops.axis, "one_rounding": ops.one_rounding}
         out = split_matmul(rows, wo, **how, implementation=ops.split_matmul)
     x, rows = add(x, out, layer["mlp_norm"], isinstance(layer.get("w_gate_up"), Fp8Matrix))
-    out = ffn(layer, rows, *given, cfg=cfg, dtype=x.dtype, ops=ops)
+    out = ffn(layer, rows, cfg=cfg, dtype=x.dtype, ops=ops)
     return add(x, out, scale, is_quantized)
 
 

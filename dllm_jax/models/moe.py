@@ -117,16 +117,17 @@ def trunk(
         live: Rows that belong to a text; others go to no expert and do not affect the experts of a
             routing block. None: all rows.
     """
-    how = {"ffn": _ffn, "given": (positions, live), "ops": ops, "peers": peers}
+    ffn = dense.FeedForward(_ffn, positions=positions, live=live)
+    how = {"ffn": ffn, "ops": ops, "peers": peers}
     return dense.trunk(params, cfg, x, positions, attend, hidden_layers, **how)
 
 
 def _ffn(
     layer: Any,
     rows: Array,
+    *,
     positions: Int[Array, "B T"],
     live: Bool[Array, "B T"] | None,
-    *,
     cfg: MoEConfig,
     dtype: Any,
     ops: LayerOps,
