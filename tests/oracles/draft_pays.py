@@ -6,7 +6,7 @@ The rule: docs/adr/0011-drafts-switch-off.md.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-GAIN, RAISING, PROBE = 0.25, 25, 1 / 256
+GAIN, RAISING, PROBE = 0.1, 25, 1 / 256
 
 
 @dataclass
