@@ -191,7 +191,8 @@ class ModelForward:
                 mode = jnp.take_along_axis(mode, block, axis=1)
             more["mode"] = mode
         if arch.takes_live:
-            more["live"] = _between(cell, mask.live)
+            first, end = mask.live[:, :1], mask.live[:, 1:]
+            more["live"] = (cell >= first) & (cell < end)
         if arch.takes_ops:
             more["ops"] = LayerOps(axis=self.axis, attends_in_groups=self.axis is None)
             if self.one_rounding:
@@ -503,10 +504,6 @@ class WindowOutput(struct.PyTreeNode, ForwardOutput):
         xp = np if isinstance(flat, np.ndarray) else jnp
         left = xp.concatenate([xp.ones_like(flat[:, :1]), flat[:, :-1]], axis=1)
         return left.reshape(B, K, S)
-
-
-def _between(cell: Int[Array, "B W"], edges: Int[Array, "B 2"]) -> Bool[Array, "B W"]:
-    return (cell >= edges[:, :1]) & (cell < edges[:, 1:])
 
 
 def _live_edges(live: Bool[Array, "B W"]) -> Int[Array, "B 2"]:

@@ -3,8 +3,8 @@
 Letters: B slots, K blocks in the window, S block size, W = K * S, D model width, C pages of a
 request, O output capacity, E stop ids.
 
-`take_slot` and `put_slot` move a request out of its slot and back: admission, preemption, snapshots
-and recovery all use them.
+`take_slot` and `put_slot` move a request out of its slot and back, for loops of your own. The
+engine moves slots as words (`dllm_jax/runner/packing.py`).
 """
 
 from typing import Any
