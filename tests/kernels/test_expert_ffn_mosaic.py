@@ -12,7 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dllm_jax.kernels.expert_ffn import api, expert_ffn, mosaic
+from dllm_jax.kernels.expert_ffn import (
+    api,
+    expert_ffn,
+    mosaic,
+    mosaic_place,
+    mosaic_product,
+    mosaic_tiles,
+)
 from dllm_jax.kernels.expert_ffn.fp8 import Fp8Experts, quantize_experts
 from dllm_jax.kernels.expert_ffn.mosaic import Tiling
 from dllm_jax.kernels.layer import fp8, reference
@@ -152,7 +159,7 @@ def test_experts_in_8_bits_match_numpy_and_a_row_alone_is_the_same():
 @pytest.mark.parametrize("is_small", [False, True])
 def test_one_expert_may_have_every_row(monkeypatch, is_small):
     """The first warpgroup takes 64 rows twice and the other once; rows are loaded by two copies."""
-    monkeypatch.setattr(mosaic, "_MOST_LOADED", 128)
+    monkeypatch.setattr(mosaic_tiles, "_MOST_LOADED", 128)
     ids = np.full((150, 1), 1, np.int32)
     assert_right(case(ids, 3), Tiling(groups=2, rows=160, blocks=2), "gelu", is_small)
 
@@ -167,17 +174,17 @@ def test_rows_of_no_expert_are_zeros():
 @pytest.mark.parametrize("rows", [20, 40])
 def test_rows_are_placed_alike_whoever_counts_the_pairs(monkeypatch, rows):
     """Each row by itself, from the counts of chunks, or by sums of XLA; a dense half in between."""
-    monkeypatch.setattr(mosaic, "_BETWEEN", 2)
+    monkeypatch.setattr(mosaic_place, "_BETWEEN", 2)
     rng = np.random.default_rng(rows)
     ids = rng.permutation(np.sort(rng.integers(-1, 9, (rows, 3)), axis=0)).astype(np.int32)
     x, other = (rng.standard_normal((rows, D)).astype(jnp.bfloat16) for _ in range(2))
     small, held = (jax.tree.map(np.asarray, fp8.quantize_rows(jnp.asarray(a))) for a in (x, other))
-    beside = mosaic.Beside(experts=128, count=3, inner=3 * F, rows=rows, tile_rows=64)
+    beside = mosaic_place.Beside(experts=128, count=3, inner=3 * F, rows=rows, tile_rows=64)
 
     def placed():
         def run(x, ids, values, scales, interpret):
             rest = 128, 64, True, interpret, fp8.Fp8Rows(values, scales), beside
-            return mosaic._sorted_rows(x, ids, *rest)
+            return mosaic_place.sorted_rows(x, ids, *rest)
 
         found, place, tiles, count = interpreted(run, x, ids, held.values, held.scales)
         routed = (ids >= 0) & (ids < 128)
@@ -197,8 +204,8 @@ def test_rows_are_placed_alike_whoever_counts_the_pairs(monkeypatch, rows):
         return place, tiles
 
     by_themselves = placed()
-    monkeypatch.setattr(mosaic, "_FEW_CHUNKS", 0)
-    monkeypatch.setattr(mosaic, "_CHUNK", 8)
+    monkeypatch.setattr(mosaic_place, "_FEW_CHUNKS", 0)
+    monkeypatch.setattr(mosaic_place, "_CHUNK", 8)
     for got, want in zip(by_themselves, placed(), strict=True):
         assert np.array_equal(got, want)
 
@@ -211,7 +218,7 @@ def test_a_dense_half_goes_with_the_experts(monkeypatch, rows, groups, between):
 
     Three times F inner columns: 576, in 8 bits 640 with zeros, in regions of 256.
     """
-    monkeypatch.setattr(mosaic, "_BETWEEN", between)
+    monkeypatch.setattr(mosaic_place, "_BETWEEN", between)
     rng = np.random.default_rng(rows)
     ids = rng.integers(-1, 5, (rows, 2)).astype(np.int32)
     given = in_8_bits(case(ids, 5, rows))
@@ -328,7 +335,7 @@ def test_chosen_tilings_fit_into_shared_memory_and_divide(monkeypatch, on_hopper
         made = lambda kind: jnp.zeros(kind.shape, kind.dtype)  # noqa: E731
         return lambda *_: jax.tree.map(made, out_type)
 
-    monkeypatch.setattr(mosaic.plgpu, "kernel", launch)
+    monkeypatch.setattr(mosaic_product.plgpu, "kernel", launch)
     for model, is_small in itertools.product(SHAPES, (False, True)):
         for rows in (1, 32, 128, 256, 1024, 4096):
             launched.clear()
@@ -344,9 +351,9 @@ def test_chosen_tilings_fit_into_shared_memory_and_divide(monkeypatch, on_hopper
 
 def test_no_warpgroup_waits_for_registers_that_do_not_exist():
     """A block begins with equal shares; 112 for each of four stopped an H200."""
-    for groups, wanted in mosaic._REGISTERS.items():
+    for groups, wanted in mosaic_product._REGISTERS.items():
         each = min(2**16 // (128 * (groups + 1)) // 8 * 8, 255)
-        assert groups * wanted + mosaic._LOADING_REGISTERS <= (groups + 1) * each
+        assert groups * wanted + mosaic_product._LOADING_REGISTERS <= (groups + 1) * each
 
 
 def test_it_refuses_what_it_cannot_do(monkeypatch):
