@@ -325,6 +325,7 @@ def _launch(
         consumers=consumers,
         finish=finish,
         group_size=group,
+        is_scaled=bool(scales),
         is_interpreted=interpret is not None,
     )
     return hopper.kernel(
@@ -341,154 +342,182 @@ def _launch(
     )(rows, weights, *scales)
 
 
-def _multiply(x, w, *refs, names, tiling, steps, consumers, finish, group_size, is_interpreted):
-    """One thread block: all rows, some columns, a share of the depth.
+def _multiply(x, w, *refs, names, **settings):
+    """One thread block: all rows, some columns, a share of the depth."""
+    named = dict(zip(names, refs, strict=True))
+    split, warpgroup = jax.lax.axis_index("split"), jax.lax.axis_index("warpgroup")
+    where = {"split": split, "warpgroup": warpgroup, "tile": jax.lax.axis_index("column")}
+    block = _Block(x=x, w=w, refs=named, **where, **settings)
+    pl.when(warpgroup == block.consumers)(block.load)
+    down = pl.ds(pl.multiple_of(warpgroup * _ROWS, _ROWS), _ROWS)
+    pl.when(warpgroup < block.consumers)(functools.partial(block.compute, down))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Block:
+    """A thread block of a product, as one of its warpgroups sees it.
 
     8-bit operands have scales, and their weights are stored as [N K]. If every `group_size` columns
     of a row have a scale, their sums are multiplied by it before they are added to the others.
     """
-    scratch = dict(zip(names, refs, strict=True))
-    out, is_scaled = scratch["result"], "scaled" in scratch
-    M, depth, stages, columns = x.shape[0], tiling.depth, tiling.stages, tiling.columns
-    split, warpgroup = jax.lax.axis_index("split"), jax.lax.axis_index("warpgroup")
-    tile = jax.lax.axis_index("column")
-    there = [min(_ROWS, M - i * _ROWS) for i in range(consumers)]  # rows of each warpgroup
 
-    after = functools.partial(next_buffer, stages=stages)
+    x: Any
+    w: Any
+    refs: dict[str, Any]  # scales, results, shared memory and barriers
+    tiling: Tiling
+    steps: int
+    consumers: int  # warpgroups that compute
+    finish: Callable[[Array], list[Array]]  # see `_launch`
+    group_size: int | None
+    is_scaled: bool  # 8 bits
+    is_interpreted: bool
+    split: Array
+    warpgroup: Array
+    tile: Array  # index of the columns
 
-    def across(width):
-        return pl.ds(pl.multiple_of(tile * width, width), width)
+    def across(self, width: int) -> Any:
+        """Columns of the block, in a matrix where its tiles are `width` wide."""
+        return pl.ds(pl.multiple_of(self.tile * width, width), width)
 
-    def leading(ref, rows):
-        return ref if rows == _ROWS else ref.at[pl.ds(0, rows)]
+    def rows(self) -> list[int]:
+        """Number of rows of each warpgroup."""
+        return [min(_ROWS, self.x.shape[0] - i * _ROWS) for i in range(self.consumers)]
 
-    def load(i, slot):
-        @pl.when(i >= stages)
-        def _():
-            plgpu.barrier_wait(scratch["used"].at[slot])
-
-        loaded = scratch["loaded"].at[slot]
-        deep = pl.ds(pl.multiple_of((split * steps + i) * depth, depth), depth)
-        source = w.at[across(columns), deep] if is_scaled else w.at[deep, across(columns)]
-        plgpu.copy_gmem_to_smem(source, scratch["weights"].at[slot], loaded)
-        for group, rows in enumerate(there):
-            target = leading(scratch["rows"].at[slot, group], rows)
-            plgpu.copy_gmem_to_smem(x.at[pl.ds(group * _ROWS, rows), deep], target, loaded)
-        return after(slot)
-
-    zero = jnp.asarray(0, jnp.int32)
-
-    def load_scales_of_all():
-        arrived, rows = scratch["scaled"].at[0], pl.ds(0, M)
-        source = scratch["of_columns"].at[across(columns)]
-        plgpu.copy_gmem_to_smem(source, scratch["column_scales"], arrived)
-        source, target = scratch["of_rows"], scratch["row_scales"]
-        if group_size is None:  # rows past the last one are not read
-            source, target = source.at[rows], target.at[rows]
-        else:
-            size = target.shape[0]
-            source = source.at[pl.ds(pl.multiple_of(split * size, size), size)]
-        plgpu.copy_gmem_to_smem(source, target, arrived)
-
-    @pl.when(warpgroup == consumers)
-    def _():
+    def load(self) -> None:
+        """Load everything, as the loading warpgroup, and wait until it is used."""
         plgpu.set_max_registers(40, action="decrease")
         # The first sums need the scales of groups. Loaded after the first weights, they would
         # arrive only after every load in flight. Other scales are needed after the last sum.
-        if group_size is not None:
-            load_scales_of_all()
-        jax.lax.fori_loop(0, steps, load, zero)
-        if is_scaled and group_size is None:
-            load_scales_of_all()
-        for i in range(max(0, steps - stages), steps):
-            plgpu.barrier_wait(scratch["used"].at[i % stages])
+        if self.group_size is not None:
+            self._load_scales()
+        jax.lax.fori_loop(0, self.steps, self._load_step, jnp.asarray(0, jnp.int32))
+        if self.is_scaled and self.group_size is None:
+            self._load_scales()
+        for i in range(max(0, self.steps - self.tiling.stages), self.steps):
+            plgpu.barrier_wait(self.refs["used"].at[i % self.tiling.stages])
 
-    def products(sums):
+    def _load_step(self, i, slot):
+        depth, refs = self.tiling.depth, self.refs
+
+        @pl.when(i >= self.tiling.stages)
+        def _():
+            plgpu.barrier_wait(refs["used"].at[slot])
+
+        loaded, columns = refs["loaded"].at[slot], self.tiling.columns
+        deep = pl.ds(pl.multiple_of((self.split * self.steps + i) * depth, depth), depth)
+        source = (self.across(columns), deep) if self.is_scaled else (deep, self.across(columns))
+        plgpu.copy_gmem_to_smem(self.w.at[*source], refs["weights"].at[slot], loaded)
+        for group, rows in enumerate(self.rows()):
+            target = _leading(refs["rows"].at[slot, group], rows)
+            plgpu.copy_gmem_to_smem(self.x.at[pl.ds(group * _ROWS, rows), deep], target, loaded)
+        return next_buffer(slot, self.tiling.stages)
+
+    def _load_scales(self) -> None:
+        refs, rows = self.refs, pl.ds(0, self.x.shape[0])
+        arrived = refs["scaled"].at[0]
+        source = refs["of_columns"].at[self.across(self.tiling.columns)]
+        plgpu.copy_gmem_to_smem(source, refs["column_scales"], arrived)
+        source, target = refs["of_rows"], refs["row_scales"]
+        if self.group_size is None:  # rows past the last one are not read
+            source, target = source.at[rows], target.at[rows]
+        else:
+            size = target.shape[0]
+            source = source.at[pl.ds(pl.multiple_of(self.split * size, size), size)]
+        plgpu.copy_gmem_to_smem(source, target, arrived)
+
+    def compute(self, down: Any) -> None:
+        """Multiply the rows `down` and store the result, as a computing warpgroup."""
+        plgpu.set_max_registers(232 if self.consumers == 2 else 208, action="increase")
+        if self.group_size is not None:
+            sums = self._products_of_groups(self.group_size, down)
+        else:
+            sums = plgpu.WGMMAAccumulatorRef((_ROWS, self.tiling.columns), jnp.float32)
+            sums = pl.run_scoped(functools.partial(self._products, down=down), sums)
+        pieces = self.finish(sums)
+        if "result_scales" in self.refs:
+            pieces = self._quantized(pieces, down)
+        self._store([piece.astype(self.refs["result"].dtype) for piece in pieces], down)
+
+    def _products(self, sums, down) -> Array:
+        refs, zero = self.refs, jnp.asarray(0, jnp.int32)
+
         def step(i, slots):
             slot, before = slots
-            plgpu.barrier_wait(scratch["loaded"].at[slot])
-            weights = scratch["weights"].at[slot]
-            weights = weights.T if is_scaled else weights
-            plgpu.wgmma(sums, scratch["rows"].at[slot, warpgroup], weights)
+            plgpu.barrier_wait(refs["loaded"].at[slot])
+            weights = refs["weights"].at[slot]
+            weights = weights.T if self.is_scaled else weights
+            plgpu.wgmma(sums, refs["rows"].at[slot, self.warpgroup], weights)
             plgpu.wgmma_wait(1)  # the products of the step before are done
 
             @pl.when(i > 0)
             def _():
-                plgpu.barrier_arrive(scratch["used"].at[before])
+                plgpu.barrier_arrive(refs["used"].at[before])
 
-            return after(slot), slot
+            return next_buffer(slot, self.tiling.stages), slot
 
-        _, last = jax.lax.fori_loop(0, steps, step, (zero, zero))
+        _, last = jax.lax.fori_loop(0, self.steps, step, (zero, zero))
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(scratch["used"].at[last])
-        return scaled(sums[...]) if is_scaled else sums[...]
+        plgpu.barrier_arrive(refs["used"].at[last])
+        found = sums[...]
+        if self.is_scaled:
+            plgpu.barrier_wait(refs["scaled"].at[0])
+            for axis, ref in enumerate((refs["row_scales"].at[down], refs["column_scales"])):
+                found = found * load_scales(ref, axis, found.shape)
+        return found
 
-    down = pl.ds(pl.multiple_of(warpgroup * _ROWS, _ROWS), _ROWS)
-
-    def scaled(sums):
-        plgpu.barrier_wait(scratch["scaled"].at[0])
-        for axis, ref in enumerate((scratch["row_scales"].at[down], scratch["column_scales"])):
-            sums = sums * load_scales(ref, axis, sums.shape)
-        return sums
-
-    def products_of_groups():
-        parts = [(first, group_size) for first in range(0, depth, group_size)]
+    def _products_of_groups(self, size, down) -> Array:
+        depth, columns, refs = self.tiling.depth, self.tiling.columns, self.refs
+        parts = [(first, size) for first in range(0, depth, size)]
 
         def step(i, carry):
             slot, total = carry
-            plgpu.barrier_wait(scratch["loaded"].at[slot])
-            operands = scratch["rows"].at[slot, warpgroup], scratch["weights"].at[slot]
-            products = products_of_parts(*operands, parts, is_interpreted)
-            plgpu.barrier_arrive(scratch["used"].at[slot])
-            pl.when(i == 0)(lambda: plgpu.barrier_wait(scratch["scaled"].at[0]))
+            plgpu.barrier_wait(refs["loaded"].at[slot])
+            operands = refs["rows"].at[slot, self.warpgroup], refs["weights"].at[slot]
+            products = products_of_parts(*operands, parts, self.is_interpreted)
+            plgpu.barrier_arrive(refs["used"].at[slot])
+            pl.when(i == 0)(lambda: plgpu.barrier_wait(refs["scaled"].at[0]))
             for j, product in enumerate(products):
-                scales = scratch["row_scales"].at[i * len(parts) + j, down]
+                scales = refs["row_scales"].at[i * len(parts) + j, down]
                 total += product * load_scales(scales, 0, (_ROWS, columns))
-            return after(slot), total
+            return next_buffer(slot, self.tiling.stages), total
 
         total = plgpu.layout_cast(jnp.zeros((_ROWS, columns), jnp.float32), plgpu.Layout.WGMMA)
-        _, total = jax.lax.fori_loop(0, steps, step, (zero, total))
-        return total * load_scales(scratch["column_scales"], 1, total.shape)
+        start = jnp.asarray(0, jnp.int32), total
+        _, total = jax.lax.fori_loop(0, self.steps, step, start)
+        return total * load_scales(refs["column_scales"], 1, total.shape)
 
-    def quantized(pieces):
+    def _quantized(self, pieces: list[Array], down) -> list[Array]:
         """The pieces in 8 bits, with one scale for this block's columns of a row."""
         wide = [piece.astype(jnp.float32) for piece in pieces]
         largest = functools.reduce(jnp.maximum, (jnp.abs(one).max(axis=1) for one in wide))
         factors, units = factors_of(largest)
-        scratch["result_scales"][tile, down] = units
+        self.refs["result_scales"][self.tile, down] = units
         return [
             (one * jax.lax.broadcast_in_dim(factors, one.shape, [0])).astype(FP8) for one in wide
         ]
 
-    @pl.when(warpgroup < consumers)
-    def _():
-        plgpu.set_max_registers(232 if consumers == 2 else 208, action="increase")
-        if group_size is not None:
-            sums = products_of_groups()
-        else:
-            sums = plgpu.WGMMAAccumulatorRef((_ROWS, columns), jnp.float32)
-            sums = pl.run_scoped(products, sums)
-        pieces = finish(sums)
-        if "result_scales" in scratch:
-            pieces = quantized(pieces)
-        pieces = [piece.astype(out.dtype) for piece in pieces]
-        width = sum(piece.shape[1] for piece in pieces)
-        if "out" not in scratch:
-            (out[split, down, across(width)],) = pieces
+    def _store(self, pieces: list[Array], down) -> None:
+        out, width = self.refs["result"], sum(piece.shape[1] for piece in pieces)
+        if "out" not in self.refs:
+            (out[self.split, down, self.across(width)],) = pieces
             return
-        staged = scratch["out"].at[warpgroup]
+        staged = self.refs["out"].at[self.warpgroup]
         for i, piece in enumerate(pieces):
             side = piece.shape[1]
             (staged if side == width else staged.at[:, pl.ds(i * side, side)])[...] = piece
         plgpu.commit_smem()
-        for group, rows in enumerate(there):
+        for group, rows in enumerate(self.rows()):
 
-            @pl.when(warpgroup == group)
+            @pl.when(self.warpgroup == group)
             def _(group=group, rows=rows):
-                target = out.at[split, pl.ds(group * _ROWS, rows), across(width)]
-                plgpu.copy_smem_to_gmem(leading(staged, rows), target)
+                target = out.at[self.split, pl.ds(group * _ROWS, rows), self.across(width)]
+                plgpu.copy_smem_to_gmem(_leading(staged, rows), target)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # writes end with the launch
+
+
+def _leading(ref, rows):
+    return ref if rows == _ROWS else ref.at[pl.ds(0, rows)]
 
 
 @lowered_once(static_argnames=("eps", "is_quantized", "interpret"))

@@ -11,6 +11,7 @@ wherever the reference rounds, except inside SiLU.
 stored as [N K].
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -207,8 +208,9 @@ def _launch(name, x, w, *, width, piece, columns, dtype, blocks, interpret, segm
         scratch["scaled"] = plgpu.Barrier(num_barriers=2, num_arrivals=_CONSUMERS + 1)
     tiles = len(rows) // _TILE * (width // out[-1])
     names = (*("of_rows", "of_columns")[: len(scales)], "result", *scratch)
-    sizes = {"tiles": tiles, "columns": columns, "W": piece, "is_gated": is_gated}
-    sizes["segments"] = segments
+    sizes = {"tiles": tiles, "columns": columns, "W": piece, "turns": range(out[-1] // piece)}
+    sizes |= {"steps": rows.shape[1] // depth, "stages": stages, "segments": segments}
+    sizes |= {"is_gated": is_gated, "is_scaled": bool(scales)}
     out = hopper.kernel(
         functools.partial(_multiply, names=names, **sizes),
         out_type=jax.ShapeDtypeStruct((len(rows), width), kind),
@@ -234,146 +236,180 @@ def origin(tile: Array, down: int, across: int) -> tuple[Array, Array]:
     return band * _BAND + jax.lax.rem(place, height), jax.lax.div(place, height)
 
 
-def _multiply(x, w, *refs, names, tiles, columns, W, is_gated, segments):
+def _multiply(x, w, *refs, names, tiles, **settings):
     """One thread block: a tile of the result, then every further tile at a stride of `blocks`."""
-    scratch = dict(zip(names, refs, strict=True))
-    out, is_scaled = scratch["result"], "scaled" in scratch
-    stages, _, _, depth = scratch["rows"].shape
-    warpgroup, block = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("block")
+    warpgroup, index = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("block")
     blocks = jax.lax.axis_size("block")
-    zero, steps = jnp.asarray(0, jnp.int32), x.shape[1] // depth
-    count = jax.lax.div(tiles - 1 - block, jnp.asarray(blocks, jnp.int32)) + 1
+    count = jax.lax.div(tiles - 1 - index, jnp.asarray(blocks, jnp.int32)) + 1
+    where = {"warpgroup": warpgroup, "index": index, "count": count}
+    block = _Block(x=x, w=w, refs=dict(zip(names, refs, strict=True)), **where, **settings)
+    pl.when(warpgroup == _CONSUMERS)(block.load)
+    pl.when(warpgroup < _CONSUMERS)(block.compute)
 
-    def place(i):
-        width = w.shape[0] if is_scaled else w.shape[1]
-        return origin(block + i * blocks, x.shape[0] // _TILE, width // columns)
 
-    def piece(i, size):
-        return pl.ds(pl.multiple_of(i * size, size), size)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Block:
+    """A thread block, as one of its warpgroups sees it."""
 
-    after = functools.partial(next_buffer, stages=stages)
+    x: Any
+    w: Any
+    refs: dict[str, Any]  # scales, the result, shared memory and barriers
+    columns: int  # of a tile of the weights
+    W: int  # columns of the result that are finished at a time
+    turns: range  # the pieces of a tile's result, W columns each
+    steps: int  # of the depth
+    stages: int  # buffers of the ring
+    is_gated: bool
+    is_scaled: bool  # 8 bits
+    segments: int
+    warpgroup: Array
+    index: Array
+    count: Array  # number of its tiles
 
-    def ask_for_scales(half, row, column):
-        arrived = scratch["scaled"].at[half]
-        source = scratch["of_columns"].at[piece(column, columns)]
-        plgpu.copy_gmem_to_smem(source, scratch["column_scales"].at[half], arrived)
-        for group in range(_CONSUMERS):
-            source = scratch["of_rows"].at[piece(row * _CONSUMERS + group, _ROWS)]
-            plgpu.copy_gmem_to_smem(source, scratch["row_scales"].at[half, group], arrived)
+    @property
+    def staged(self) -> Any:
+        """Shared memory for this warpgroup's rows of a tile's result."""
+        return self.refs["out"].at[self.warpgroup]
 
-    def load_tile(i, slot):
-        row, column = place(i)
+    def place(self, i: Array) -> tuple[Array, Array]:
+        """The row and the column, in tiles, of the i-th tile."""
+        tile = self.index + i * jax.lax.axis_size("block")
+        width = self.w.shape[0] if self.is_scaled else self.w.shape[1]
+        return origin(tile, self.x.shape[0] // _TILE, width // self.columns)
+
+    def load(self) -> None:
+        """Load all tiles, as the loading warpgroup, and wait until they are used."""
+
+        def drain(_, slot):
+            plgpu.barrier_wait(self.refs["used"].at[slot])
+            return next_buffer(slot, self.stages)
+
+        zero = jnp.asarray(0, jnp.int32)
+        plgpu.set_max_registers(40, action="decrease")
+        jax.lax.fori_loop(0, self.count, self._load_tile, zero)
+        jax.lax.fori_loop(0, jnp.minimum(self.count * self.steps, self.stages), drain, zero)
+
+    def _load_tile(self, i, slot):
+        refs, depth = self.refs, self.refs["rows"].shape[3]
+        row, column = self.place(i)
 
         def load(step, slot):
-            @pl.when(i * steps + step >= stages)
+            @pl.when(i * self.steps + step >= self.stages)
             def _():
-                plgpu.barrier_wait(scratch["used"].at[slot])
+                plgpu.barrier_wait(refs["used"].at[slot])
 
-            loaded, deep = scratch["loaded"].at[slot], piece(step, depth)
-            across = piece(column, columns)
-            source = w.at[across, deep] if is_scaled else w.at[deep, across]
-            plgpu.copy_gmem_to_smem(source, scratch["weights"].at[slot], loaded)
+            loaded, deep = refs["loaded"].at[slot], _piece(step, depth)
+            across = _piece(column, self.columns)
+            source = self.w.at[across, deep] if self.is_scaled else self.w.at[deep, across]
+            plgpu.copy_gmem_to_smem(source, refs["weights"].at[slot], loaded)
             for group in range(_CONSUMERS):
-                source = x.at[piece(row * _CONSUMERS + group, _ROWS), deep]
-                plgpu.copy_gmem_to_smem(source, scratch["rows"].at[slot, group], loaded)
-            if is_scaled:  # the tile that used this buffer before is done by now
-                pl.when(step == 0)(lambda: ask_for_scales(i & 1, row, column))
-            return after(slot)
+                source = self.x.at[_piece(row * _CONSUMERS + group, _ROWS), deep]
+                plgpu.copy_gmem_to_smem(source, refs["rows"].at[slot, group], loaded)
+            if self.is_scaled:  # the tile that used this buffer before is done by now
+                pl.when(step == 0)(lambda: self._load_scales(i & 1, row, column))
+            return next_buffer(slot, self.stages)
 
-        return jax.lax.fori_loop(0, steps, load, slot)
+        return jax.lax.fori_loop(0, self.steps, load, slot)
 
-    def drain(_, slot):
-        plgpu.barrier_wait(scratch["used"].at[slot])
-        return after(slot)
+    def _load_scales(self, half, row, column) -> None:
+        refs, arrived = self.refs, self.refs["scaled"].at[half]
+        source = refs["of_columns"].at[_piece(column, self.columns)]
+        plgpu.copy_gmem_to_smem(source, refs["column_scales"].at[half], arrived)
+        for group in range(_CONSUMERS):
+            source = refs["of_rows"].at[_piece(row * _CONSUMERS + group, _ROWS)]
+            plgpu.copy_gmem_to_smem(source, refs["row_scales"].at[half, group], arrived)
 
-    @pl.when(warpgroup == _CONSUMERS)
-    def _():
-        plgpu.set_max_registers(40, action="decrease")
-        jax.lax.fori_loop(0, count, load_tile, zero)
-        jax.lax.fori_loop(0, jnp.minimum(count * steps, stages), drain, zero)
+    def compute(self) -> None:
+        """Multiply and store this warpgroup's rows of all tiles."""
+        W, dtype = self.W, self.refs["result"].dtype
+        plgpu.set_max_registers(232, action="increase")
+        none = plgpu.layout_cast(jnp.zeros((_ROWS, W), dtype), plgpu.Layout.WGMMA)
+        start = jnp.asarray(0, jnp.int32), (none,) * (self.columns // W)
+        _, sums = jax.lax.fori_loop(0, self.count, self._compute_tile, start)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for j in self.turns:
+            self._finish(sums, j)
+        self._store(self.count - 1)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # writes end with the launch
 
-    turns = range(columns // (2 * W if is_gated else W))
-    staged = scratch["out"].at[warpgroup]
+    def _compute_tile(self, i, carry):
+        """Multiply the i-th tile; the carry is the next buffer and the tile before, not stored."""
 
-    def rounded(sums, half):
-        """The sums of a tile in 16 bits, split into the groups of gate and of up."""
-        pieces = [sums[:, first : first + W] for first in range(0, columns, W)]
-        if is_scaled:
-            plgpu.barrier_wait(scratch["scaled"].at[half])
-            by_row = load_scales(scratch["row_scales"].at[half, warpgroup], 0, (_ROWS, W))
-            for i in range(len(pieces)):
-                by_column = scratch["column_scales"].at[half, pl.ds(i * W, W)]
-                pieces[i] = pieces[i] * by_row * load_scales(by_column, 1, (_ROWS, W))
-        return tuple(piece.astype(out.dtype) for piece in pieces)
+        def further(_, carry):
+            slot, part = self._segment(i, carry[0])
+            return slot, carry[1] + part
 
-    def finish(sums, j):
-        """Write the j-th group of a tile's rounded sums to shared memory."""
-        if not is_gated:
-            staged[:, pl.ds(j * W, W)] = sums[j]
-            return
-        gate, up = (each.astype(jnp.float32) for each in sums[2 * j : 2 * j + 2])
-        root = jax.lax.rsqrt(1 + jnp.exp(-gate))  # one instruction; a division takes about twenty
-        staged[:, pl.ds(j * W, W)] = (gate * (root * root) * up).astype(out.dtype)
+        slot, before = carry  # the first tile has none before it to store
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what `_store` began last
+        slot, total = self._segment(i, slot, before)
+        if self.segments > 1:
+            slot, total = jax.lax.fori_loop(1, self.segments, further, (slot, total))
+        return slot, self._rounded(total, i & 1)
 
-    def store(i):
-        """Write the i-th tile, as `finish` left it, to the result."""
-        plgpu.commit_smem()
-        row, column = place(i)
-        rows = piece(row * _CONSUMERS + warpgroup, _ROWS)
-        plgpu.copy_smem_to_gmem(staged, out.at[rows, piece(column, staged.shape[1])])
+    def _segment(self, i, slot, before=None):
+        """The sums of one segment of a tile; the first one also stores the tile `before`."""
+        run = functools.partial(self._products, i=i, slot=slot, before=before)
+        return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((_ROWS, self.columns), jnp.float32))
 
-    def products(sums, i, slot, before):
+    def _products(self, sums, i, slot, before):
+        refs = self.refs
+
         def step(k, slots, meanwhile=lambda: None):
             slot, last = slots
-            plgpu.barrier_wait(scratch["loaded"].at[slot])
-            weights = scratch["weights"].at[slot]
-            weights = weights.T if is_scaled else weights
-            plgpu.wgmma(sums, scratch["rows"].at[slot, warpgroup], weights)
+            plgpu.barrier_wait(refs["loaded"].at[slot])
+            weights = refs["weights"].at[slot]
+            weights = weights.T if self.is_scaled else weights
+            plgpu.wgmma(sums, refs["rows"].at[slot, self.warpgroup], weights)
             meanwhile()
             plgpu.wgmma_wait(1)  # the products of the step before are done
 
             @pl.when(k > 0)
             def _():
-                plgpu.barrier_arrive(scratch["used"].at[last])
+                plgpu.barrier_arrive(refs["used"].at[last])
 
-            return after(slot), slot
+            return next_buffer(slot, self.stages), slot
 
         slots, first = (slot, slot), 0
         if before is not None:
-            for j in turns:
-                slots = step(j, slots, functools.partial(finish, before, j))
-            pl.when(i > 0)(functools.partial(store, i - 1))
-            first = len(turns)
-        slot, last = jax.lax.fori_loop(first, steps // segments, step, slots)
+            for j in self.turns:
+                slots = step(j, slots, functools.partial(self._finish, before, j))
+            pl.when(i > 0)(functools.partial(self._store, i - 1))
+            first = len(self.turns)
+        slot, last = jax.lax.fori_loop(first, self.steps // self.segments, step, slots)
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(scratch["used"].at[last])
+        plgpu.barrier_arrive(refs["used"].at[last])
         return slot, sums[...]
 
-    def segment(i, slot, before=None):
-        """The sums of one segment of a tile; the first one also stores the tile `before`."""
-        run = functools.partial(products, i=i, slot=slot, before=before)
-        return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((_ROWS, columns), jnp.float32))
+    def _rounded(self, sums, half) -> tuple[Array, ...]:
+        """The sums of a tile in 16 bits, split into the groups of gate and of up."""
+        refs, W = self.refs, self.W
+        pieces = [sums[:, first : first + W] for first in range(0, self.columns, W)]
+        if self.is_scaled:
+            plgpu.barrier_wait(refs["scaled"].at[half])
+            by_row = load_scales(refs["row_scales"].at[half, self.warpgroup], 0, (_ROWS, W))
+            for i in range(len(pieces)):
+                by_column = refs["column_scales"].at[half, pl.ds(i * W, W)]
+                pieces[i] = pieces[i] * by_row * load_scales(by_column, 1, (_ROWS, W))
+        return tuple(piece.astype(refs["result"].dtype) for piece in pieces)
 
-    def compute_tile(i, carry):
-        def further(_, carry):
-            slot, part = segment(i, carry[0])
-            return slot, carry[1] + part
+    def _finish(self, sums, j: int) -> None:
+        """Write the j-th group of a tile's rounded sums to shared memory."""
+        target = self.staged.at[:, pl.ds(j * self.W, self.W)]
+        if not self.is_gated:
+            target[...] = sums[j]
+            return
+        gate, up = (each.astype(jnp.float32) for each in sums[2 * j : 2 * j + 2])
+        root = jax.lax.rsqrt(1 + jnp.exp(-gate))  # one instruction; a division takes about twenty
+        target[...] = (gate * (root * root) * up).astype(self.refs["result"].dtype)
 
-        slot, before = carry  # the first tile has none before it to store
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what `store` began last
-        slot, total = segment(i, slot, before)
-        if segments > 1:
-            slot, total = jax.lax.fori_loop(1, segments, further, (slot, total))
-        return slot, rounded(total, i & 1)
+    def _store(self, i) -> None:
+        """Write the i-th tile, as `_finish` left it, to the result."""
+        plgpu.commit_smem()
+        row, column = self.place(i)
+        rows = _piece(row * _CONSUMERS + self.warpgroup, _ROWS)
+        target = self.refs["result"].at[rows, _piece(column, self.staged.shape[1])]
+        plgpu.copy_smem_to_gmem(self.staged, target)
 
-    @pl.when(warpgroup < _CONSUMERS)
-    def _():
-        plgpu.set_max_registers(232, action="increase")
-        none = plgpu.layout_cast(jnp.zeros((_ROWS, W), out.dtype), plgpu.Layout.WGMMA)
-        none = (none,) * (columns // W)
-        _, sums = jax.lax.fori_loop(0, count, compute_tile, (zero, none))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for j in turns:
-            finish(sums, j)
-        store(count - 1)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # writes end with the launch
+
+def _piece(i, size):
+    return pl.ds(pl.multiple_of(i * size, size), size)
