@@ -170,6 +170,10 @@ def best_path(
 
 
 def _path(of, out, sizes, *, never, skip, is_known, written, barrier):
+    """Compute the best value from each state on, from the last cell to the first; then the path.
+
+    The values of a cell's states are in `beta` until the cell before it is done.
+    """
     b = pl.program_id(0)
     W, L, G, D, C, T = (sizes[name] for name in "WLGDCT")
     blocks = (pltriton.load(of["num_states"].at[b]) + (T - 1)) // T
@@ -177,14 +181,7 @@ def _path(of, out, sizes, *, never, skip, is_known, written, barrier):
     room = pltriton.load(of["room"].at[b])
     every = jnp.arange(T, dtype=jnp.int32)
     labels = jnp.arange(pl.next_power_of_2(L), dtype=jnp.int32)
-
-    def ends(i, _):
-        state = i * T + every
-        there = state < G
-        distance = _load(of["distance"], b * G + state, there, 0)
-        value = jnp.where(distance <= room, 0.0, never)
-        pltriton.store(out["beta"].at[2 * b * G + state], value, mask=there)
-
+    ends = functools.partial(_store_ends, of, out, G, b, room, every, never)
     jax.lax.fori_loop(0, blocks, ends, None)
     barrier()
 
@@ -194,13 +191,7 @@ def _path(of, out, sizes, *, never, skip, is_known, written, barrier):
         kind, known = (pltriton.load(of[name].at[place]) for name in ("kind", "known"))
         return kind, known, _load(of["score"], place * L + labels, labels < L, 0.0)
 
-    def table(state, columns):
-        """Labels and targets of some edges of states; past the last edge label 0, a dead end."""
-        places = [((b * G + state) * D + column, (state < G) & (column < D)) for column in columns]
-        label = [_load(of["label"], *place, 0) for place in places]
-        target = [_load(of["target"], *place, 0) for place in places]
-        return list(zip(label, target, strict=True))
-
+    table = functools.partial(_table, of, G, D, b)
     held_edges = table(every, range(min(_HELD, D)))
 
     def cell(i, carry):
@@ -211,15 +202,7 @@ def _path(of, out, sizes, *, never, skip, is_known, written, barrier):
         holds, is_cell = (kind == is_known) | (kind == written), kind != skip
         num_free = jnp.where(kind == is_known, 0, num_edges)
 
-        def best_of(edges, best):
-            through = [pltriton.load(of["score"].at[scores + label]) for label, _ in edges]
-            onward = [pltriton.load(out["beta"].at[behind + target]) for _, target in edges]
-            top, onto = best
-            for score, beta, (_, target) in zip(through, onward, edges, strict=True):
-                better = score + beta > top  # ties keep the first
-                top = jnp.where(better, score + beta, top)
-                onto = jnp.where(better, target, onto)
-            return top, onto
+        best_of = functools.partial(_best_of, of["score"], scores, out["beta"], behind)
 
         def states(block, edges):
             state = block * T + every
@@ -261,6 +244,47 @@ def _path(of, out, sizes, *, never, skip, is_known, written, barrier):
     at = pltriton.load(of["at"].at[b])
     value = pltriton.load(out["beta"].at[(2 * b + half) * G + at])
     pltriton.store(out["value"].at[b], value)
+
+    _store_path(out, sizes, b, at, every)
+
+
+def _store_ends(of, out, G, b, room, every, never, i, _):
+    """Store the values after the last cell of a tile of states: too far from an end, `never`."""
+    state = i * len(every) + every
+    there = state < G
+    distance = _load(of["distance"], b * G + state, there, 0)
+    value = jnp.where(distance <= room, 0.0, never)
+    pltriton.store(out["beta"].at[2 * b * G + state], value, mask=there)
+
+
+def _table(of, G, D, b, state, columns):
+    """Labels and targets of some edges of states; past the last edge label 0, a dead end."""
+    places = [((b * G + state) * D + column, (state < G) & (column < D)) for column in columns]
+    label = [_load(of["label"], *place, 0) for place in places]
+    target = [_load(of["target"], *place, 0) for place in places]
+    return list(zip(label, target, strict=True))
+
+
+def _best_of(score, scores, beta, after, edges, best):
+    """The best of `best` and the values through edges of each state, and the state it goes on to.
+
+    Args:
+        score, scores: Scores of labels, and where those of the cell begin.
+        beta, after: Values of states, and where those of the next cell begin.
+    """
+    through = [pltriton.load(score.at[scores + label]) for label, _ in edges]
+    onward = [pltriton.load(beta.at[after + target]) for _, target in edges]
+    top, onto = best
+    for one, value, (_, target) in zip(through, onward, edges, strict=True):
+        better = one + value > top
+        top = jnp.where(better, one + value, top)
+        onto = jnp.where(better, target, onto)
+    return top, onto
+
+
+def _store_path(out, sizes, b, at, every):
+    """Follow the chosen edges from state `at`, and store the states of all cells."""
+    W, G, T = (sizes[name] for name in "WGT")
 
     def follow(w, here):
         return pltriton.load(out["onto"].at[(b * W + w) * G + here])
