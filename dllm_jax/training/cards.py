@@ -9,12 +9,22 @@ import jax
 
 from dllm_jax.training.tokenizer import MASK_ID
 
+_FRONT = """---
+license: apache-2.0
+library_name: dllm-jax
+pipeline_tag: text-generation
+---
+"""
+
 
 def write_blocks(
-    run: dict[str, Any], config: Any, folder: pathlib.Path, results: list[dict]
+    run: dict[str, Any],
+    config: Any,
+    folder: pathlib.Path,
+    results: list[dict],
+    curves: pathlib.Path,
 ) -> None:
-    """README.md of a run of `sdar`."""
-    m = config.model
+    """README.md and curves of a run of `sdar`."""
     samples = run["step"] * config.data.batch_size
     rows = "\n".join(
         f"| {r['half']} | {r['block_size']} | {r['buffer']} | {r['threshold']} "
@@ -23,20 +33,12 @@ def write_blocks(
         f"| {r['forwards']:.2f} ({r['commit_only']:.2f}) | {r['denoise_per_block']:.2f} |"
         for r in results
     )
-    text = f"""---
-license: apache-2.0
-library_name: dllm-jax
-pipeline_tag: text-generation
----
-# tiny-sdar
-
+    text = f"""\
 A block-diffusion language model of {_millions(run)} M parameters that solves arithmetic word
 problems, several tokens per forward pass. It is SDAR-shaped (Qwen3 arithmetic, block-causal
 attention, no shift) and shipped with dllm_jax as `builtin:tiny-sdar`; it knows nothing else.
 
-- **Shape**: {m.num_layers} layers, width {m.hidden_size}, {m.num_heads} query and
-  {m.num_kv_heads} key/value heads of {m.head_dim}, SwiGLU {m.ffn_size}, RoPE theta
-  {m.rope_theta:g}, untied head, vocabulary {m.vocab_size}. Weights bf16.
+{_dense_shape(config.model)}
 - **Prompt**: `<|user|>question<|assistant|>`; the response begins with a space and ends with
   `<|eos|>`. The mask token is `<|mask|>` (id {MASK_ID}). Blocks of 4, 8, 16 and 32 were trained;
   32 is the default.
@@ -69,7 +71,7 @@ prefill, in brackets those that only commit a finished block; threshold 1.0 is o
 |---|---|---|---|---|---|---|---|
 {rows}
 """
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    _write(folder, "tiny-sdar", text, curves)
 
 
 def write_causal(
@@ -80,20 +82,11 @@ def write_causal(
     curves: pathlib.Path,
 ) -> None:
     """README.md and curves of a run of `ar`."""
-    m = config.model
-    text = f"""---
-license: apache-2.0
-library_name: dllm-jax
-pipeline_tag: text-generation
----
-# {_title(folder, "tiny-qwen3")}
-
+    text = f"""\
 A causal language model of {_millions(run)} M parameters that solves arithmetic word problems, of
 Qwen3's shape. It is a target for drafters (DFlash) that runs offline; it knows nothing else.
 
-- **Shape**: {m.num_layers} layers, width {m.hidden_size}, {m.num_heads} query and
-  {m.num_kv_heads} key/value heads of {m.head_dim}, SwiGLU {m.ffn_size}, RoPE theta
-  {m.rope_theta:g}, untied head, vocabulary {m.vocab_size}. Weights bf16.
+{_dense_shape(config.model)}
 - **Prompt**: `<|user|>question<|assistant|>`; the response begins with a space and ends with
   `<|eos|>`.
 - **Data**: the project's own seeded generator (`dllm_jax/tasks/problems.py`), fresh samples all
@@ -101,10 +94,7 @@ Qwen3's shape. It is a target for drafters (DFlash) that runs offline; it knows 
   ones. One instance in sixteen, by a hash of its numbers, is held out.
 - **Objective**: cross entropy of the next token; a token of the prompt weighs
   {config.prompt_weight:g} of one of the response.
-- **Training**: {run["step"]} steps of {config.data.batch_size} rows of {config.data.lengths[0]}
-  tokens in {run["seconds"]:.0f} s (compilation and evaluation included) on {_device()};
-  Muon {config.muon_lr:g} and Adam {config.adam_lr:g}, seed {config.seed}; {_versions()}. Last
-  training loss {run["metrics"].get("loss", 0.0):.4f}.
+{_training(run, config)}
 - **Limits**: rows of at most {config.data.lengths[0]} tokens, English templates only, whole
   numbers, results below 10000.
 
@@ -118,7 +108,7 @@ Held-out problems, greedy, {_count(results)} a half, weights in {config.compute_
 |---|---|---|
 {_rows(results, ("half", "exact", "tokens"))}
 """
-    _write(folder, text, curves)
+    _write(folder, "tiny-qwen3", text, curves)
 
 
 def write_canvases(
@@ -139,13 +129,7 @@ def write_canvases(
         f"| {r['steps_per_canvas']:.2f} |"
         for r in results
     )
-    text = f"""---
-license: apache-2.0
-library_name: dllm-jax
-pipeline_tag: text-generation
----
-# {_title(folder, "tiny-diffusion-gemma")}
-
+    text = f"""\
 A uniform-diffusion language model of {_millions(run)} M parameters, of DiffusionGemma's shape, that
 solves arithmetic word problems canvas by canvas; it knows nothing else.
 
@@ -159,10 +143,7 @@ solves arithmetic word problems canvas by canvas; it knows nothing else.
 - **Objective**: cross entropy of every cell of one canvas a row, with a uniform share of its cells
   replaced by random ids, plus that of the encoder's next tokens; {noise.conditioned_share:.0%} of
   the rows are conditioned on a first pass.
-- **Training**: {run["step"]} steps of {config.data.batch_size} rows of {config.data.lengths[0]}
-  tokens in {run["seconds"]:.0f} s (compilation and evaluation included) on {_device()};
-  Muon {config.muon_lr:g} and Adam {config.adam_lr:g}, seed {config.seed}; {_versions()}. Last
-  training loss {run["metrics"].get("loss", 0.0):.4f}.
+{_training(run, config)}
 
 ![curves](curves.png)
 
@@ -176,7 +157,7 @@ in nats below which a canvas may end; at 0 the work is fixed. Forwards count a s
 |---|---|---|---|---|---|
 {rows}
 """
-    _write(folder, text, curves)
+    _write(folder, "tiny-diffusion-gemma", text, curves)
 
 
 def write_draft(
@@ -201,13 +182,7 @@ counted.
 |---|---|---|---|---|
 {_rows(results, ("half", "temperature", "accepted", "exact", "tokens"))}
 """
-    text = f"""---
-license: apache-2.0
-library_name: dllm-jax
-pipeline_tag: text-generation
----
-# {_title(folder, "dflash")}
-
+    text = f"""\
 A DFlash drafter (arXiv 2602.06036) of {_millions(run)} M parameters for `{config.target}`: it
 fills {m.block_size - 1} tokens behind an anchor in one pass. It changes no text, only the speed.
 
@@ -227,16 +202,28 @@ fills {m.block_size - 1} tokens behind an anchor in one pass. It changes no text
 
 ![curves](curves.png)
 {scores if results else ""}"""
-    _write(folder, text, curves)
+    _write(folder, "dflash", text, curves)
 
 
-def _write(folder: pathlib.Path, text: str, curves: pathlib.Path) -> None:
-    (folder / "README.md").write_text(text, encoding="utf-8")
+def _write(folder: pathlib.Path, title: str, text: str, curves: pathlib.Path) -> None:
+    title = title if folder.name == "model" else folder.name
+    (folder / "README.md").write_text(f"{_FRONT}# {title}\n\n{text}", encoding="utf-8")
     shutil.copyfile(curves, folder / "curves.png")
 
 
-def _title(folder: pathlib.Path, otherwise: str) -> str:
-    return otherwise if folder.name == "model" else folder.name
+def _dense_shape(m: Any) -> str:
+    return f"""\
+- **Shape**: {m.num_layers} layers, width {m.hidden_size}, {m.num_heads} query and
+  {m.num_kv_heads} key/value heads of {m.head_dim}, SwiGLU {m.ffn_size}, RoPE theta
+  {m.rope_theta:g}, untied head, vocabulary {m.vocab_size}. Weights bf16."""
+
+
+def _training(run: dict[str, Any], config: Any) -> str:
+    return f"""\
+- **Training**: {run["step"]} steps of {config.data.batch_size} rows of {config.data.lengths[0]}
+  tokens in {run["seconds"]:.0f} s (compilation and evaluation included) on {_device()};
+  Muon {config.muon_lr:g} and Adam {config.adam_lr:g}, seed {config.seed}; {_versions()}. Last
+  training loss {run["metrics"].get("loss", 0.0):.4f}."""
 
 
 def _rows(results: list[dict], names: tuple[str, ...]) -> str:

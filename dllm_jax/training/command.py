@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from dllm_jax.loading.save import save
 from dllm_jax.training import (
     ar,
     cards,
@@ -21,13 +22,14 @@ from dllm_jax.training import (
     sft,
 )
 
-KINDS: dict[str, Any] = {
-    "sdar": sdar.TrainConfig(),
-    "ar": ar.TrainConfig(),
-    "dflash": dflash.TrainConfig(),
-    "diffusion_gemma": diffusion_gemma.TrainConfig(),
-    "sft": sft.TrainConfig(),
+_MODULES: dict[str, Any] = {
+    "sdar": sdar,
+    "ar": ar,
+    "dflash": dflash,
+    "diffusion_gemma": diffusion_gemma,
+    "sft": sft,
 }
+KINDS = {kind: module.TrainConfig() for kind, module in _MODULES.items()}
 # buffer, threshold, block size: the settings of the final table
 FINAL_SETTINGS = (
     (1, 0.9, 32),
@@ -67,14 +69,7 @@ def main(
     how = {"max_seconds": given.pop("max_seconds", None), "num_workers": given.pop("workers", 2)}
     how["held"] = held
     folder, config = pathlib.Path(out), make_config(kind, given)
-    train = {
-        "sdar": sdar.train,
-        "ar": ar.train,
-        "dflash": dflash.train,
-        "diffusion_gemma": diffusion_gemma.train,
-        "sft": sft.train,
-    }[kind]
-    run = train(config, folder, **how)
+    run = _MODULES[kind].train(config, folder, **how)
     if (folder / "metrics.jsonl").exists():
         report.draw_curves(folder / "metrics.jsonl", folder / "curves.png")
     if not run["done"]:
@@ -110,7 +105,7 @@ def make_config(kind: str, given: dict[str, Any]) -> loop.RunConfig:
 
 def _finish_sft(run: dict[str, Any], config: Any, out: pathlib.Path, num_problems: int) -> None:
     del config, num_problems
-    sft.finish(run, out / "model")
+    save(run["model"], out / "model")
     print(f"{out / 'model'} holds the model; `dllm-jax eval --data FILE` compares it")
 
 
@@ -177,7 +172,7 @@ def _report(results: list[dict], out: pathlib.Path) -> None:
 
 def _finish_sdar(run: dict[str, Any], config: Any, out: pathlib.Path, num_problems: int) -> None:
     run["params"] = export.calibrate(run["params"], config.head_temperature)
-    export.save_folder(run, config, out / "model", curves=out / "curves.png")
+    export.save_folder(run, config, out / "model")
     model = export.rounded(run["params"], config.model, config.compute_dtype, "sdar")
     results = []
     for half in scoring.halves_of(config.data.family):
@@ -200,4 +195,4 @@ def _finish_sdar(run: dict[str, Any], config: Any, out: pathlib.Path, num_proble
                 f"{result['denoise_per_block']:.2f} denoise forwards a block"
             )
             (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    cards.write_blocks(run, config, out / "model", results)
+    cards.write_blocks(run, config, out / "model", results, out / "curves.png")

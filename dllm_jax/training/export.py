@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import shutil
 from typing import Any
 
 import jax
@@ -59,11 +58,7 @@ def save_causal(
     params: Any, cfg: DenseConfig, tokenizer: tokenizers.Tokenizer, folder: pathlib.Path
 ) -> None:
     """Write a causal model of `ar`: weights (bf16), configuration, tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
-    checkpoints.export_hf(params, cfg, folder, family="qwen3", extra_config=_IDS)
-    generation = {**_IDS, "do_sample": False}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    save_tokenizer(tokenizer, folder, cfg.max_position)
+    _save(params, cfg, tokenizer, folder, "qwen3", {"do_sample": False})
 
 
 def save_canvas(
@@ -78,11 +73,7 @@ def save_canvas(
     Args:
         numbers: Denoising settings, by their names in `generation_config.json`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    checkpoints.export_hf(params, cfg, folder, family="diffusion_gemma", extra_config=_IDS)
-    generation = {**_IDS, **numbers}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    save_tokenizer(tokenizer, folder, cfg.max_position)
+    _save(params, cfg, tokenizer, folder, "diffusion_gemma", numbers)
 
 
 def calibrate(params: Any, temperature: float) -> Any:
@@ -90,27 +81,26 @@ def calibrate(params: Any, temperature: float) -> Any:
     return params | {"lm_head": params["lm_head"] / temperature}
 
 
-def save_folder(
-    run: dict[str, Any],
-    config: Any,
+def save_folder(run: dict[str, Any], config: Any, folder: pathlib.Path) -> None:
+    """Write a model of `sdar`: weights (bf16), configuration, tokenizer."""
+    blocks = {"mask_token_id": MASK_ID, "block_size": BLOCK_SIZE}
+    _save(
+        run["params"], config.model, run["tokenizer"], folder,
+        "sdar", {**blocks, "do_sample": False}, {**blocks, "dllm_jax": DECODING},
+    )  # fmt: skip
+
+
+def _save(
+    params: Any,
+    cfg: DenseConfig,
+    tokenizer: tokenizers.Tokenizer,
     folder: pathlib.Path,
-    curves: pathlib.Path | None = None,
+    family: str,
+    generation: dict[str, Any],
+    more: dict[str, Any] | None = None,
 ) -> None:
-    """Write weights (bf16), configuration, tokenizer and curves; `cards` adds the card."""
     folder.mkdir(parents=True, exist_ok=True)
-    checkpoints.export_hf(
-        run["params"],
-        config.model,
-        folder,
-        extra_config={
-            **_IDS,
-            "mask_token_id": MASK_ID,
-            "block_size": BLOCK_SIZE,
-            "dllm_jax": DECODING,
-        },
-    )
-    generation = {**_IDS, "mask_token_id": MASK_ID, "block_size": BLOCK_SIZE, "do_sample": False}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    save_tokenizer(run["tokenizer"], folder, config.model.max_position)
-    if curves is not None:
-        shutil.copyfile(curves, folder / "curves.png")
+    checkpoints.export_hf(params, cfg, folder, family=family, extra_config=_IDS | (more or {}))
+    text = json.dumps(_IDS | generation, indent=2) + "\n"
+    (folder / "generation_config.json").write_text(text)
+    save_tokenizer(tokenizer, folder, cfg.max_position)

@@ -19,7 +19,6 @@ from jaxtyping import Array
 from dllm_jax.loading import chat
 from dllm_jax.loading.load import load
 from dllm_jax.loading.model import Model
-from dllm_jax.loading.save import save
 from dllm_jax.loading.tokenizer import encode
 from dllm_jax.models.quantization import input_axes
 from dllm_jax.training import denoising, loop, run_folder
@@ -112,11 +111,6 @@ def train(config: TrainConfig, out_dir: str | os.PathLike[str], **how: Any) -> d
     else:
         weights = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), run["params"]["weights"])
     return run | {"model": model.replace(params=weights)}
-
-
-def finish(run: dict[str, Any], folder: Path) -> None:
-    """Write the model of a complete run."""
-    save(run["model"], folder)
 
 
 def _place(seed: int, number: int, count: int) -> int:
