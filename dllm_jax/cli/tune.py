@@ -145,7 +145,8 @@ def _race(
     from tqdm import tqdm
 
     from dllm_jax.tasks import evaluate
-    from dllm_jax.tasks.race import FIRST, Played, race
+    from dllm_jax.tasks.outcomes import Played
+    from dllm_jax.tasks.race import FIRST, race
 
     labels, rows = list(racers), list(racers.values())
     prompts = of.prompts or evaluate.encode(model, of.problems)

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from dllm_jax.cli import main
-from dllm_jax.tasks.race import Played, _Table, race
+from dllm_jax.tasks.outcomes import Outcomes, Played
+from dllm_jax.tasks.race import race
 from dllm_jax.tasks.summary import aup
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,7 +120,7 @@ def test_nothing_within_the_margin_leaves_the_reference():
 
 def test_an_interval_without_a_difference_is_not_empty():
     """Agresti and Min 2005, by hand: 64 pairs that agree; 10 and 4 of 100 that do not."""
-    table = _Table(2, 100, 0)
+    table = Outcomes(2, 100, 0)
     right = np.ones((2, 100), bool)
     right[1, :4], right[0, 90:] = False, False
     table.add([0, 1], range(100), Played(right, np.ones((2, 100)), np.ones((2, 100))))
@@ -127,7 +128,7 @@ def test_an_interval_without_a_difference_is_not_empty():
     assert value == pytest.approx(0.06)
     spread = ((14 + 1) - 36 / 102) ** 0.5 / 102
     assert (low, high) == pytest.approx((6 / 102 - 1.96 * spread, 6 / 102 + 1.96 * spread))
-    same = _Table(2, 64, 0)
+    same = Outcomes(2, 64, 0)
     alike = np.ones((2, 64), bool)
     same.add([0, 1], range(64), Played(alike, np.ones((2, 64)), np.ones((2, 64))))
     assert same.difference(1, 1.96)[1:] == pytest.approx((-1.96 / 66, 1.96 / 66))
@@ -135,7 +136,7 @@ def test_an_interval_without_a_difference_is_not_empty():
 
 def test_a_difference_from_some_of_the_references_answers():
     """By hand: the proxy has 4 of 10 wrong, the reference is asked 3 of those and 2 of the rest."""
-    table = _Table(2, 10, 0)
+    table = Outcomes(2, 10, 0)
     table.proxy = 1
     right = np.arange(10) >= 4
     table.add([1], range(10), Played(right[None], np.ones((1, 10)), np.ones((1, 10))))
