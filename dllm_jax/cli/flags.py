@@ -275,16 +275,13 @@ def sampling(of_seed: str, stops: bool = True) -> Group:
     about_stop = "ends the text and is no part of it; repeat it for several"
     return Group(
         "sampling and limits",
-        flag("--max-tokens N", "tokens of a text at most", within(TYPED["max_tokens"]), 256),
-        flag("--temperature T", "0 is greedy (default: the model family's, mostly 0)", temperature),
-        flag(
-            "--top-k K", "draw from the K surest ids (0, -1, default: all)", within(TYPED["top_k"])
-        ),
-        flag(
+        _field("--max-tokens N", "tokens of a text at most", 256),
+        _field("--temperature T", "0 is greedy (default: the model family's, mostly 0)"),
+        _field("--top-k K", "draw from the K surest ids (0, -1, default: all)"),
+        _field(
             "--top-p P",
             "draw from the fewest ids that hold probability P (default: the model family's, "
             "mostly all)",
-            within(TYPED["top_p"]),
         ),
         flag("--stop TEXT", about_stop if stops else SUPPRESS, default=[], action="append"),
         flag(
@@ -293,13 +290,15 @@ def sampling(of_seed: str, stops: bool = True) -> Group:
             token_ids,
             (),
         ),
-        flag(
-            "--max-nfe N",
-            "forwards of a text at most (default: no limit)",
-            within(TYPED["max_nfe"]),
-        ),
-        flag("--seed N", f"{of_seed} (default: 0)", seed),
+        _field("--max-nfe N", "forwards of a text at most (default: no limit)"),
+        _field("--seed N", f"{of_seed} (default: 0)"),
     )
+
+
+def _field(usage: str, about: str, default: Any = None) -> Flag:
+    """A row of the field of `SamplingParams` that has the flag's name, within its range."""
+    name = usage.split()[0][2:].replace("-", "_")
+    return flag(usage, about, within(TYPED[name]), default)
 
 
 def strategy(repeat: str | None = None) -> Group:
