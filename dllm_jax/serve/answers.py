@@ -115,14 +115,7 @@ class Form:
 
     def whole(self, texts: Sequence[Delta], usages: Sequence[Usage]) -> dict[str, Any]:
         """The answer to a request without `stream`."""
-        choices = []
-        for delta in texts:
-            finish, stop = ending(delta)
-            message = {"role": "assistant", "content": delta.text, "refusal": None}
-            content = {"message": message} if self.is_chat else {"text": delta.text}
-            said = self.logprobs(delta.choice, delta.logprobs)
-            ends = {"logprobs": said, "finish_reason": finish, "stop_reason": stop}
-            choices.append({"index": delta.choice, **content, **ends})
+        choices = [self._choice(delta) for delta in texts]
         num_tokens = sum(delta.num_tokens for delta in texts)
         return self._whole | {
             "choices": choices,
@@ -130,6 +123,18 @@ class Form:
             "metrics": metrics(num_tokens, usages),
             **notes_of(usages),
         }
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        """A text of a whole answer."""
+        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        content = {"message": message} if self.is_chat else {"text": delta.text}
+        return self._ended(delta, content, delta.logprobs)
+
+    def _ended(self, delta: Delta, content: dict[str, Any], said: Sequence[Any]) -> dict[str, Any]:
+        finish, stop = ending(delta)
+        ends = {"finish_reason": finish, "stop_reason": stop}
+        logprobs = self.logprobs(delta.choice, said)
+        return {"index": delta.choice, **content, "logprobs": logprobs, **ends}
 
     def usage(self, num_tokens: int, usages: Sequence[Usage] = ()) -> dict[str, Any]:
         """Token counts; a prompt counts once, however many texts it has."""

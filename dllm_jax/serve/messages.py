@@ -284,11 +284,11 @@ class MessagesForm:
             block = {"id": f"toolu_{random_id()[:24]}", "name": piece.text, "input": {}}
             yield from self._begin("tool_use", block)
         else:
-            kind, name = {"text": ("text", "text"), "thought": ("thinking", "thinking")}[piece.kind]
+            kind = {"text": "text", "thought": "thinking"}[piece.kind]
             if self._open != kind:
                 more = {"signature": ""} if kind == "thinking" else {}
-                yield from self._begin(kind, {name: "", **more})
-            yield self._more({"type": f"{kind}_delta", name: piece.text})
+                yield from self._begin(kind, {kind: "", **more})
+            yield self._more({"type": f"{kind}_delta", kind: piece.text})
 
     def _begin(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
         yield from self._close()

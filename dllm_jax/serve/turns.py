@@ -7,7 +7,7 @@ one answer. Nothing here waits or sends, but for `TurnStream`.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from dllm_jax.serve.answers import Form, ending, metrics, notes_of
+from dllm_jax.serve.answers import Form, ending, notes_of
 from dllm_jax.serve.logs import random_id
 from dllm_jax.serve.pipe import Delta, Usage
 from dllm_jax.serve.refusals import Refusal
@@ -150,26 +150,12 @@ class ChatForm(Form):
         details = {"reasoning_tokens": self.texts.thought_tokens}
         return counts | {"completion_tokens_details": details}
 
-    def whole(self, texts: Sequence[Delta], usages: Sequence[Usage]) -> dict[str, Any]:
-        """The answer to a request without `stream`."""
-        choices = []
-        for delta in texts:
-            pieces = self.texts.feed(delta)
-            message = message_of(pieces, self._shows_thoughts)
-            said = [entry for piece in pieces for entry in piece.logprobs]
-            finish, stop = ending(delta)
-            if "tool_calls" in message:
-                finish = "tool_calls"
-            of_text = self.logprobs(delta.choice, said)
-            ends = {"logprobs": of_text, "finish_reason": finish, "stop_reason": stop}
-            choices.append({"index": delta.choice, "message": message, **ends})
-        num_tokens = sum(delta.num_tokens for delta in texts)
-        return self._whole | {
-            "choices": choices,
-            "usage": self.usage(num_tokens, usages),
-            "metrics": metrics(num_tokens, usages),
-            **notes_of(usages),
-        }
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        pieces = self.texts.feed(delta)
+        message = message_of(pieces, self._shows_thoughts)
+        said = [entry for piece in pieces for entry in piece.logprobs]
+        choice = self._ended(delta, {"message": message}, said)
+        return choice | ({"finish_reason": "tool_calls"} if "tool_calls" in message else {})
 
 
 def _texts(said: Sequence[Any]) -> tuple[Any, ...]:
