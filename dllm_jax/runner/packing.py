@@ -198,7 +198,7 @@ def unpack(words: Any, layout: SlotLayout) -> Any:
             flat = flat.view(jnp.float32)
         is_there = flat.shape[-1] == size
         shape = (*words.shape[:-1], *shape)
-        leaves.append(flat.astype(dtype).reshape(shape) if is_there else None)
+        leaves.append(flat.astype(dtype, copy=False).reshape(shape) if is_there else None)
     return jax.tree.unflatten(layout.tree, leaves)
 
 
