@@ -207,12 +207,17 @@ def _race(
         "set": name,
         "margin_points": args.margin,
         **_found(labels, rows, result, args.y_max),
-        "check": {
-            "problems": apart,
-            "accuracy": float(again.right[-1].mean()),
-            "reference_accuracy": float(again.right[0].mean()),
-            "tokens_per_forward": float(again.tokens[-1].sum() / again.forwards[-1].sum()),
-        },
+        "check": _check(apart, again),
+    }
+
+
+def _check(problems: int, played: Any) -> dict[str, Any]:
+    """The reference, first, and the winner on problems that the race has not seen."""
+    return {
+        "problems": problems,
+        "accuracy": float(played.right[-1].mean()),
+        "reference_accuracy": float(played.right[0].mean()),
+        "tokens_per_forward": float(played.tokens[-1].sum() / played.forwards[-1].sum()),
     }
 
 

@@ -180,15 +180,10 @@ async def _generate(
         choice = tools.choice if isinstance(tools.choice, str) else "named"
         labels = {"route": call.scope["endpoint"].path, "choice": choice}
         service.metrics.count("dllm_tool_requests_total", **labels)
-    num_texts = len(prompts) * params["n"]
-    service.check_texts(num_texts)
+    _admit(service, call, facts, len(prompts) * params["n"], denoise)
     engine = service.engine
-    mine = engine.num_open_of(call.client)
-    service.admission.check(engine.num_open, facts.num_slots, num_texts, denoise, mine > 0)
-    num_free = max(0, facts.num_slots - (engine.num_open - mine))
-    service.quotas.check(call.client, num_texts, mine, num_free)
     call.prompt_tokens = num_prompt_tokens
-    box = service.engine.submit(
+    box = engine.submit(
         prompts,
         params,
         stream=bool(body.stream),
@@ -215,7 +210,7 @@ async def _generate(
         try:
             await box.accepted()
         except BaseException:
-            service.engine.release(box)
+            engine.release(box)
             raise
         options = body.stream_options or wire.StreamOptions()
         running = bool(options.continuous_usage_stats)
@@ -235,6 +230,15 @@ async def _generate(
     finally:
         _ended(service, box, call)
     return Json(answer)
+
+
+def _admit(service: Service, call: Call, facts: Facts, num_texts: int, denoise: bool) -> None:
+    """Refuse a request for which there is no room, or none of its client's."""
+    service.check_texts(num_texts)
+    num_open, mine = service.engine.num_open, service.engine.num_open_of(call.client)
+    service.admission.check(num_open, facts.num_slots, num_texts, denoise, mine > 0)
+    num_free = max(0, facts.num_slots - (num_open - mine))
+    service.quotas.check(call.client, num_texts, mine, num_free)
 
 
 def _num_tokens(prompts: list[Prompt], facts: Facts, name: str) -> int:
