@@ -175,15 +175,29 @@ class Walk:
         grammar: With `start`, `delta`, `class_of` and `distance`; None: it is held to nothing.
         limit: Tokens that the text may have.
         part: Tokens of its first part, after which it goes on in the state that it is in.
+        spelt: Bytes by id; None: `forced` stays empty.
+        before: The walk of an earlier stage of the text.
 
     Attributes:
         left: Tokens that it may still have.
         state: Of the grammar.
         is_cut: A call was begun too late for its limit; what follows is not the model's.
+        forced: Places of the tokens in the text where no other text was possible.
+        num_taken: Tokens of the text.
     """
 
-    def __init__(self, grammar: Any, turn: Turn, limit: int, part: int | None = None):
-        self._grammar, self.turn, self.left = grammar, turn, limit
+    def __init__(
+        self,
+        grammar: Any,
+        turn: Turn,
+        limit: int,
+        part: int | None = None,
+        spelt: Sequence[bytes | None] | None = None,
+        before: "Walk | None" = None,
+    ):
+        self._grammar, self.turn, self.left, self._spelt = grammar, turn, limit, spelt
+        self.forced: list[int] = [] if before is None else before.forced
+        self.num_taken = 0 if before is None else before.num_taken
         self._part_left = limit if part is None else part
         self.state = 0 if grammar is None else int(grammar.start)
         self.is_cut = False
@@ -196,6 +210,9 @@ class Walk:
             if self.is_cut:
                 break
             kept.append(token)
+            if self._spelt is not None and self._is_forced(self._spelt[token]):
+                self.forced.append(self.num_taken)
+            self.num_taken += 1
             self.left -= 1
             self._part_left -= 1
             if self._grammar is not None:
@@ -203,6 +220,20 @@ class Walk:
                 self.state = int(self._grammar.delta[self.state, of])
                 self._look()
         return kept
+
+    def _is_forced(self, data: bytes | None) -> bool:
+        """Whether each byte of a token is the only one that may stand there; None: it is a mark."""
+        only, state = getattr(self._grammar, "only", None), self.state
+        if only is None:
+            return False
+        if data is None:
+            return bool(only[state, 0] > 255)
+        for byte in data:
+            letter, behind = only[state].tolist()
+            if letter != byte:
+                return False
+            state = behind
+        return True
 
     def _look(self) -> None:
         needed = 0 if self._grammar is None else int(self._grammar.distance[self.state])
@@ -222,12 +253,13 @@ class Walk:
         return "length" if finish == "stop" and (self.is_cut or is_open) else finish
 
 
-def walk_of(llm: Any, request: Request, turn: Turn) -> Walk:
-    """The walk of a request's text, whose automaton is kept or compiled."""
+def walk_of(llm: Any, request: Request, turn: Turn, before: Walk | None = None) -> Walk:
+    """The walk of a request's text, whose automaton is kept or compiled; `before` as of `Walk`."""
     room = llm.engine.layout.max_model_len - len(request.prompt_token_ids)
     grammar = llm.constraints.whole(request)
     limit = min(request.params.max_tokens or room, room)
-    return Walk(grammar, turn, limit, llm.constraints.first_part(request))
+    spelt = llm.constraints.spelt if request.denoise else None
+    return Walk(grammar, turn, limit, llm.constraints.first_part(request), spelt, before)
 
 
 def call_id() -> str:

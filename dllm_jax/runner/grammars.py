@@ -57,6 +57,7 @@ class Ready:
     arrays: dict[str, np.ndarray]
     notes: tuple[str, ...] = ()
     leave: np.ndarray | None = None
+    only: np.ndarray | None = None
 
 
 BUCKETS = (
@@ -98,6 +99,7 @@ def ready(automaton: Any, num_ids: int) -> Ready:
         given,
         getattr(automaton, "notes", ()),
         getattr(automaton, "leave", None),
+        getattr(automaton, "only", None),
     )
 
 

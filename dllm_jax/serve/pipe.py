@@ -246,6 +246,8 @@ class Delta(msgspec.Struct, array_like=True):
         ids: The tokens that are new, where they were asked for.
         logprobs: Of the tokens that are new, where they were asked for, in the form of
             `/v1/chat/completions`; None for a token that is no text.
+        forced: At the end of a text whose window was shown: the places of its tokens for which a
+            call's grammar left no choice.
     """
 
     id: int
@@ -259,6 +261,7 @@ class Delta(msgspec.Struct, array_like=True):
     usage: Usage | None = None
     ids: list[int] = []
     logprobs: list[dict[str, Any] | None] = []
+    forced: list[int] = []
 
     def merge(self, later: "Delta") -> None:
         """Become what a reader of both would know."""
@@ -271,6 +274,7 @@ class Delta(msgspec.Struct, array_like=True):
         self.error = later.error or self.error
         self.frame = later.frame or self.frame
         self.usage = later.usage or self.usage
+        self.forced = later.forced or self.forced
 
 
 class Counts(msgspec.Struct):

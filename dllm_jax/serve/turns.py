@@ -130,7 +130,9 @@ class ChatForm(Form):
             finish = "tool_calls"
         chunk = self._of(delta.choice, {}, finish)
         chunk["choices"][0]["stop_reason"] = stop
-        yield event(chunk | notes_of([delta.usage] if delta.usage else []))
+        if delta.forced:
+            chunk["dllm"] = {"forced": delta.forced}
+        yield event(chunk | notes_of([delta.usage] if delta.usage else [], chunk))
 
     def closed(self, num_tokens: int, usages: Sequence[Usage], has_usage: bool) -> bytes:
         """The end of the stream."""

@@ -21,6 +21,8 @@ class TokenAutomaton:
         distance: Fewest tokens from a state to one in which the text may end.
         leave: Fewest tokens out of thoughts, of states within them; None: no thoughts are counted.
         notes: What the constraint says that nothing is held to, by its place.
+        only: The one letter that may follow a state, and the state after it; -1 and 0 where several
+            may, or none. None: not known.
     """
 
     class_of: np.ndarray
@@ -30,6 +32,7 @@ class TokenAutomaton:
     distance: np.ndarray
     notes: tuple[str, ...] = ()
     leave: np.ndarray | None = None
+    only: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -171,7 +174,11 @@ def closed(
         raise ValueError("the model's tokens spell no text of the constraint; give another")
     # What cannot end is as good as dead.
     delta[distance[delta] >= UNREACHABLE] = 0
-    return TokenAutomaton(class_of, delta, start, end, distance)
+    only = np.tile(np.array([-1, 0], np.int32), (end + 1, 1))
+    forced = np.flatnonzero((np.count_nonzero(table, axis=1) == 1) & ~accepting[:S])
+    letters = np.argmax(table[forced] != 0, axis=1)
+    only[forced] = np.stack([letters, table[forced, letters]], axis=1)
+    return TokenAutomaton(class_of, delta, start, end, distance, only=only)
 
 
 def _behind_first(

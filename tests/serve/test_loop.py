@@ -355,6 +355,7 @@ class Walk:
     """Of a text that ends where a grammar is missing."""
 
     turn = SimpleNamespace(feed=lambda ids: [])
+    forced = ()
 
     def take(self, ids):
         return ids

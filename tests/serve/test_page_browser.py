@@ -349,6 +349,14 @@ def test_tools_are_offered_and_their_results_sent(tab, tmp_path):
             "turns.slice(2, 4).map(t => t.tool_call_id)"
         )
         assert tab.run("turns.at(-1).content") == "21 degrees."
+        told = {"nfe": 1, "at": 0, "size": 3, "set": [[0, "{"], [1, "a"]], "clear": []}
+        tab.run(f"window.l = newLane('', {{}}); hear(l, {{diffusion: {json.dumps(told)}}})")
+        told |= {"nfe": 2, "set": [[2, "b"]]}
+        ends = {"diffusion": told, "dllm": {"forced": [0, 2]}}
+        tab.run(f"hear(l, {json.dumps(ends)})")
+        tab.run("window.a = new Answer({...picked.run, lanes: [l]}); a.show(2)")
+        kinds = tab.run("[...a.box.querySelectorAll('.cell')].map(c => c.className)")
+        assert kinds == ["cell forced", "cell", "cell new forced"]
         tab.run("tools.value = '[{}]'")
         tab.run("showChoices()")
         assert not tab.run("tools.checkValidity()")

@@ -416,6 +416,41 @@ def test_what_a_limit_forces_is_not_the_models(limit, kept):
     assert walk.reason("stop") == ("length" if walk.is_cut else "stop")
 
 
+@pytest.mark.parametrize("marks", [(), MARKS])
+def test_a_token_is_forced_where_each_of_its_bytes_is_the_only_one(marks):
+    parts = ["\n{", '"name', '": "', "read", '", "', '"city"', "}\n"]
+    words = [*[bytes([i]) for i in range(256)], *[None] * 5, *[part.encode() for part in parts]]
+    ids = {mark: 256 + i for i, mark in enumerate(marks)}
+    known = dataclasses.replace(structured.spellings(words), marks=ids)
+    made = structured.compile(Tools(TOOLS), known, [260], np.array([], int), 1024)
+
+    def is_forced(state, token):
+        for letter in words[token] or [token]:
+            row = made.delta[state, made.class_of[[*range(256), 260, *ids.values()]]]
+            if np.count_nonzero(row) != 1:
+                return False
+            state = made.delta[state, made.class_of[letter]]
+        return True
+
+    text = [f"Now.{OPEN}", *parts[:4], '", "arguments": {"city": "Os', '"}', *parts[-1:], CLOSE]
+    window, wanted, state = [], [], made.start
+    for part in text:
+        one = [words.index(part.encode())] if part in parts else spelt(part, [*ids])
+        for token in one:
+            wanted += [len(window)] if is_forced(state, token) else []
+            window.append(token)
+            state = made.delta[state, made.class_of[token]]
+    first = Walk(made, turn_of(), 90, spelt=words)
+    assert first.take(window[:8]) == window[:8]
+    at = SimpleNamespace(**{**vars(made), "start": first.state})
+    walk = Walk(at, turn_of(), 90, spelt=words, before=first)
+    assert walk.take(window[8:]) == window[8:]
+    assert walk.forced == wanted
+    shown = [words[i] for i in map(window.__getitem__, wanted)]
+    assert shown[:3] == [b"\n{", b'"name', b'": "']
+    assert b"read" not in shown  # or "now"
+
+
 def test_a_text_goes_on_where_the_arguments_of_a_call_begin():
     tools = Tools(TOOLS, "required", stage="names")
     params = dj.SamplingParams(max_tokens=90, constraint=tools)

@@ -56,7 +56,7 @@ def served(llm: Any) -> Served:
         if not isinstance(tools, Tools):
             return None
         turn = Turn(tools, llm.constraints.spelt, marks) if before is None else before.turn
-        return walk_of(llm, made, turn)
+        return walk_of(llm, made, turn, before)
 
     tokenizer = llm.model.tokenizer
     marks = {} if tokenizer is None else mark_ids(tokenizer.get_added_vocab())

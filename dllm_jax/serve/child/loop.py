@@ -363,6 +363,7 @@ class Loop:
                 error=output.error if finish == "error" else None,
                 ids=list(ids) if live.has_ids else [],
                 logprobs=self._texts.logprobs(event.logprobs or (), live.request.params.logprobs),
+                forced=[] if walk is None or finish is None else walk.forced,
             )
             del delta.logprobs[len(ids) :]
             if event.window and not event.finish_reason:

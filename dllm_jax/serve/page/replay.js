@@ -20,6 +20,7 @@ function make(tag, told = {}, ...children) {
 
 // A step is what stood after a forward: `chars` of the text are settled, and behind `at` settled tokens
 // is a window of `size` cells, of which `set` and `clear` changed. `isKnown`: the server told `nfe`.
+// `forced`: tokens of the answer, by place, for which a call's grammar left no choice; known at its end.
 const newLane = (name, body) => ({
   name, body, text: "", thoughts: "", calls: [], isDone: false, isStopped: false,
   steps: [{ nfe: 0, isKnown: true, at: 0, size: 0, chars: 0, thoughts: 0, calls: [], set: [], clear: [] }],
@@ -49,7 +50,7 @@ function hear(lane, event) {
     step.clear = [...(step.clear || []), ...clear];
     Object.assign(step, { nfe, at, size, isKnown: true });
   }
-  if (event.dllm) lane.notes = event.dllm.notes;
+  if (event.dllm) Object.assign(lane, event.dllm);
   if (event.usage) lane.usage = event.usage;
   if (event.metrics) lane.metrics = event.metrics;
 }
@@ -141,7 +142,7 @@ function drawLegend(box) {
   const row = (className, sample, told) => make("li", {}, make("span", { className }, sample), ` ${told}`);
   box.replaceChildren(make("ul", {},
     row("cell", "provisional", "may still change"), row("cell new", "bold", "written in this forward"),
-    row("hole", "··", "has no token yet"), row("fresh", "settled", "in this forward, for good")));
+    row("cell forced", "forced", "by a tool's schema, no other text fits"), row("hole", "··", "has no token yet"), row("fresh", "settled", "in this forward, for good")));
 }
 
 // --- one answer ----------------------------------------------------------------------------------
@@ -272,11 +273,12 @@ class Answer {
     parts.fresh.textContent = lane.text.slice(Math.max(from, lead), step.chars);
     drawCalls(parts, lane, step);
     const cells = isOver ? [] : cellsAt(lane, index), numOpen = cells.filter((cell) => cell === null).length;
-    const changed = new Set(step.set.map(([cell]) => cell));
+    const changed = new Set(step.set.map(([cell]) => cell)), forced = new Set(lane.forced);
+    const kind = (cell) => `cell${changed.has(cell) ? " new" : ""}${forced.has(cell) ? " forced" : ""}`;
     parts.window.hidden = !cells.length;
     parts.caption.textContent = `window · ${plural(cells.length, "token")}, ${numOpen} still open`;
     parts.cells.replaceChildren(...cells.map((piece, i) =>
-      piece === null ? make("span", { className: "hole" }, "··") : make("span", { className: changed.has(step.at + i) ? "cell new" : "cell" }, piece)));
+      piece === null ? make("span", { className: "hole" }, "··") : make("span", { className: kind(step.at + i) }, piece)));
     const rate = lane.metrics ? ` · ${number(lane.metrics.tokens_per_forward, 1)} tokens per forward, ${plural(lane.metrics.nfe, "forward")}` : "";
     parts.name.replaceChildren(make("b", {}, lane.name), rate);
     if (parts.fault.textContent !== (lane.error || "")) parts.fault.textContent = lane.error;
