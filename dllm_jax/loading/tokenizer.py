@@ -107,7 +107,7 @@ def _without_advice() -> Generator[None, None, None]:
 
 def _tokenizer(folder: Path, mask_token_id: int | None) -> Any:
     from tokenizers import AddedToken
-    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+    from transformers import PreTrainedTokenizerFast
 
     parts = tokenizer_files.read_parts(folder)
     special = set(parts.special_ids)
@@ -122,6 +122,8 @@ def _tokenizer(folder: Path, mask_token_id: int | None) -> Any:
     if (folder / "tokenizer.json").is_file():
         tokenizer = PreTrainedTokenizerFast(**_whole(folder, parts), **settings)
     else:
+        from transformers import Qwen2Tokenizer
+
         vocab, merges = _vocabulary(folder)
         vocab |= {text: i for i, text in parts.texts.items()}
         own = {name: parts.settings[name] for name in _OF_VOCABULARIES if name in parts.settings}

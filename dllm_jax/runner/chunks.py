@@ -29,6 +29,7 @@ def in_chunks(
     def places(chunk: Array) -> Array:
         return chunk * size + jnp.arange(size)
 
+    @jax.jit  # traced once, for the shapes and for the loop
     def one(chunk: Array) -> Any:
         # Places past the end repeat the last row; their results are dropped.
         at = jnp.minimum(places(chunk), total - 1)
@@ -45,7 +46,7 @@ def in_chunks(
         axes = kind.varying if kind else getattr(like, "vma", None)
         return jax.lax.pcast(whole, tuple(axes), to="varying") if axes else whole
 
-    like = jax.eval_shape(one, jax.ShapeDtypeStruct((), jnp.int32))
+    like = jax.eval_shape(one, 0)
     return jax.lax.fori_loop(0, chunks, put, jax.tree.map(zeros, like))
 
 

@@ -89,9 +89,9 @@ def has_stop(state: DecodeState) -> Bool[Array, " B"]:
 def is_stop(state: DecodeState, tokens: Int[Array, "B K S"]) -> Bool[Array, "B K S"]:
     """Cells whose token is one of the request's stop ids (-1 pads the list)."""
     ids = state.limits.stop_ids[:, None, None, :]
-    each = ((tokens == ids[..., i]) & (ids[..., i] >= 0) for i in range(ids.shape[-1]))
+    each = (tokens == ids[..., i] for i in range(ids.shape[-1]))
     # Not along an axis: a reduction is a launch of its own.
-    return functools.reduce(jnp.logical_or, each, jnp.zeros(tokens.shape, bool))
+    return functools.reduce(jnp.logical_or, each, jnp.zeros(tokens.shape, bool)) & (tokens >= 0)
 
 
 def open_next(
