@@ -136,7 +136,8 @@ def shaped_device(
     # The layout asks where that is.
     placed = model.replace(params={"embed": jnp.zeros((1,), jnp.bfloat16)}, split=None)
     layout = buckets.make_layout(placed, strategy, {}, config)
-    layout = dataclasses.replace(layout, many_rows=buckets.MANY_ROWS)  # as on any accelerator
+    # As on any accelerator.
+    layout = dataclasses.replace(layout, many_rows=buckets.MANY_ROWS, admits_along=True)
     return ModelRunner(model, split_knobs(strategy)[0], {}, layout, allocate=False)
 
 

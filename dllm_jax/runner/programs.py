@@ -62,11 +62,6 @@ class Programs(struct.PyTreeNode):
         """The words of a request that goes to its slot."""
         return packing.request_fields(self.window, len(self.knobs))
 
-    @property
-    def num_fresh(self) -> int:
-        """Requests that a call brings along, rows to ignore included."""
-        return min(packing.ADMIT_ROWS, self.spec.num_slots)
-
     def forward(self) -> ModelForward:
         """The model as the strategy sees it."""
         return ModelForward(
@@ -272,15 +267,21 @@ def _admit(programs, state, requests):
 admit = _program(_admit)
 
 
-def _with_fresh(programs, state, given, num_rows):
+def _with_fresh(programs, state, given, num_rows, num_fresh):
     """The state with the fresh requests that a call brings along, and the call's own rows.
 
     Args:
         given: The rows, then fresh requests as of `_admit`, flat.
     """
-    shape = programs.num_fresh, programs.request_fields.size
+    shape = num_fresh, programs.request_fields.size
     rows, fresh = jnp.split(given, (len(given) - math.prod(shape),))
-    return _admit(programs, state, fresh.reshape(shape))[0], rows.reshape(num_rows, -1)
+    if num_fresh:
+        state, _ = _admit(programs, state, fresh.reshape(shape))
+    return state, rows.reshape(num_rows, -1)
+
+
+# Keywords of what may bring fresh requests along.
+_ROWS = ("num_rows", "num_fresh")
 
 
 def _restore(programs, state, request, saved, output):
@@ -298,7 +299,7 @@ def _restore(programs, state, request, saved, output):
 restore = _program(_restore)
 
 
-def _prefill(programs, state, given, size, kind, num_rows):
+def _prefill(programs, state, given, size, kind, **counts):
     """Fresh requests in their slots, and one prefill pass of distinct slots.
 
     Args:
@@ -307,7 +308,7 @@ def _prefill(programs, state, given, size, kind, num_rows):
     Returns:
         The state, and the boundary row of the first one.
     """
-    state, pieces = _with_fresh(programs, state, given, num_rows)
+    state, pieces = _with_fresh(programs, state, given, **counts)
     words = packing.piece_fields(size)
     slots, first, end, live_end, last = (pieces[:, words.at[name]] for name in packing.PIECE)
     row = _rows(state, slots)
@@ -330,7 +331,7 @@ def _prefill(programs, state, given, size, kind, num_rows):
     return _put_rows(state, slots, done.replace(finish=finish)), done.boundary[0]
 
 
-prefill = _program(_prefill, "size", "kind", "num_rows")
+prefill = _program(_prefill, "size", "kind", *_ROWS)
 
 
 def _begin(programs, state, slot, boundary):
@@ -357,7 +358,7 @@ def _copy_page(programs, state, source, target):
 copy_page = _program(_copy_page)
 
 
-def _decode(programs, state, given, bound: Any = None, *, num_rows):
+def _decode(programs, state, given, bound: Any = None, **counts):
     """Fresh requests in their slots, and steps of some slots.
 
     Args:
@@ -371,7 +372,7 @@ def _decode(programs, state, given, bound: Any = None, *, num_rows):
         the automaton's state; besides it what stays on the device, see `packing.pack`.
     """
     grammars, state = state.constraint, state.replace(constraint=None)
-    state, requests = _with_fresh(programs, state, given, num_rows)
+    state, requests = _with_fresh(programs, state, given, **counts)
     words = packing.DECODE
     rows, pages = requests[:, words.at["slot"]], requests[:, words.span["pages"]]
     num_active, num_steps = requests[0, words.at["num_active"]], requests[0, words.at["num_steps"]]
@@ -443,4 +444,4 @@ def _with_grammars(programs, bucket, grammars, rows, bound):
     return decoding.absorb_nothing(programs.strategy, programs.forward(), bucket, fresh)
 
 
-decode = _program(_decode, "num_rows")
+decode = _program(_decode, *_ROWS)
