@@ -155,8 +155,7 @@ def _run(
     most = whole_tiles(T)
     chunk = math.gcd(most, ROWS)
     warpgroups = -(-n * (most // chunk) // (ROWS // chunk))
-    keys, splits = tiling.keys, tiling.splits
-    is_cluster = splits > 1 and tiling.is_cluster
+    splits, is_cluster = tiling.splits, tiling.splits > 1 and tiling.is_cluster
     shared = tiling.shares_keys or tiling.shares_rows
     consumers = tiling.consumers if shared else min(tiling.consumers, warpgroups)
     tiling = dataclasses.replace(tiling, consumers=consumers, is_cluster=is_cluster)
@@ -164,66 +163,18 @@ def _run(
     blocks = -(-warpgroups // groups)
     is_8_bit = k.dtype.itemsize == 1
     check_tiling(tiling, H, Z, G * blocks, is_8_bit)
-    buffers = groups * 2 if tiling.resident else groups
-    kind = FP8 if is_quantized else q.dtype
-    whole = [jax.ShapeDtypeStruct((B, T, N, H), kind)]
-    parts = [
-        jax.ShapeDtypeStruct((tiling.parts, B * G, blocks * groups, ROWS, H), jnp.float32),
-        jax.ShapeDtypeStruct((tiling.parts, B * G, blocks * groups, ROWS), jnp.float32),
-    ]
+    whole = [jax.ShapeDtypeStruct((B, T, N, H), FP8 if is_quantized else q.dtype)]
+    of_part = tiling.parts, B * G, blocks * groups, ROWS
+    parts = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*of_part, H), of_part)]
     if is_quantized:
         whole.append(jax.ShapeDtypeStruct((N, -(-B * T // ROWS) * ROWS), jnp.float32))
         parts.append(parts[1])
     is_shared = is_cluster and interpret is None and holds_parts(q, tiling, is_8_bit)
     outputs = whole if splits == 1 or is_shared else [*whole, *parts] if is_cluster else parts
-    swizzled = hopper.swizzled(H, q.dtype)
-    of_keys = hopper.swizzled(H, k.dtype)
-    loads = value_loads = loads_of(keys, most, Z)
-    values, of_values = (keys, H), of_keys
-    if is_8_bit:  # tokens last, page by page
-        value_loads, line = keys // min(keys, Z), min(keys, Z)
-        values, of_values = (value_loads, H, line), hopper.swizzled(line, k.dtype)
-    users = consumers if tiling.shares_rows else groups
-    scratch = {
-        "rows": plgpu.SMEM((buffers, ROWS, H), q.dtype, transforms=swizzled),
-        "k_ring": plgpu.SMEM((tiling.stages, keys, H), k.dtype, transforms=of_keys),
-        "v_ring": plgpu.SMEM((tiling.stages, *values), k.dtype, transforms=of_values),
-        "rows_in": plgpu.Barrier(num_barriers=buffers, num_arrivals=ROWS // chunk),
-        "k_in": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=loads),
-        "v_in": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=value_loads),
-        "used": plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=users),
-    }
-    if tiling.shares_rows:
-        scratch["rows_used"] = plgpu.Barrier(num_barriers=1, num_arrivals=consumers)
-        transforms = hopper.swizzled(keys, jnp.float32)
-        scratch["halves"] = plgpu.SMEM((2, ROWS, keys), jnp.float32, transforms=transforms)
-        scratch["halves_in"] = plgpu.Barrier(num_barriers=1, num_arrivals=consumers)
-        scratch["k_used"] = plgpu.Barrier(num_barriers=tiling.stages, num_arrivals=users)
-    if is_8_bit:
-        scratch["q_8"] = plgpu.SMEM((consumers, 2, ROWS, H), k.dtype, transforms=of_keys)
-    if tiling.ping_pong and consumers == 2:
-        scratch["turn"] = plgpu.Barrier(num_barriers=1, num_arrivals=2)
-    if is_cluster:
-        part, width = (consumers, tiling.parts, ROWS), H // tiling.parts
-        scratch["columns"] = plgpu.SMEM((consumers, ROWS, width), kind)
-        if is_shared:
-            transforms = part_transforms()
-            others = (consumers, tiling.parts - 1, ROWS, width)
-            scratch["means"] = plgpu.SMEM(others, jnp.float32, transforms=transforms)
-            scratch["masses"] = plgpu.SMEM(part, jnp.float32)
-            if is_quantized:
-                scratch["largest"] = plgpu.SMEM(part, jnp.float32)
-        scratch["parts_in"] = plgpu.ClusterBarrier(
-            collective_axes=("split",), num_barriers=1, num_arrivals=consumers
-        )
-    if is_quantized:
-        scratch["units"] = plgpu.SMEM((consumers, ROWS), jnp.float32)
-        if splits == 1:
-            transforms = hopper.swizzled(H, kind)
-            scratch["narrow"] = plgpu.SMEM((consumers, ROWS, H), kind, transforms=transforms)
+    scratch = _scratch(q, k, Z, tiling, whole[0].dtype, is_shared)
     if interpret is not None:
-        transforms = hopper.swizzled(keys, k.dtype)
-        scratch["weights"] = plgpu.SMEM((consumers, ROWS, keys), k.dtype, transforms=transforms)
+        line, transforms = (consumers, ROWS, tiling.keys), hopper.swizzled(tiling.keys, k.dtype)
+        scratch["weights"] = plgpu.SMEM(line, k.dtype, transforms=transforms)
     tiles = B * G * blocks
     # The fewest resident blocks that need no more turns than `tiling.resident` do.
     stay = -(-tiles // -(-tiles // tiling.resident)) if tiling.resident else 0
@@ -262,13 +213,77 @@ def _run(
         return Fp8Groups(*out[:2])
     if outputs is not parts:
         return out[0]
-    rows = _merge(*out).astype(q.dtype)[:, : n * most]
-    rows = rows.reshape(B, G, most // chunk, n, chunk, H)
-    return rows.transpose(0, 2, 4, 1, 3, 5).reshape(B, most, N, H)[:, :T]
+    return _merge(out[0], out[1], q, G)
 
 
-def _merge(out: Float[Array, "X S W R H"], log_mass: Float[Array, "X S W R"]) -> Array:
-    """Parts weighted by the mass of their keys, [S WR H]."""
+def _scratch(
+    q: Array, k: Array, Z: int, tiling: Tiling, kind: Any, is_shared: bool
+) -> dict[str, Any]:
+    """Shared memory and barriers of a thread block.
+
+    Args:
+        kind: Type of the resulting rows.
+        is_shared: The blocks of a cluster store their parts in each other's shared memory.
+    """
+    T, H = whole_tiles(q.shape[1]), q.shape[3]
+    keys, stages, consumers = tiling.keys, tiling.stages, tiling.consumers
+    is_quantized, loads = kind == FP8, loads_of(keys, T, Z)
+    of_keys, value_loads = hopper.swizzled(H, k.dtype), loads
+    values, of_values = (keys, H), of_keys
+    if k.dtype.itemsize == 1:  # tokens last, page by page
+        value_loads, line = keys // min(keys, Z), min(keys, Z)
+        values, of_values = (value_loads, H, line), hopper.swizzled(line, k.dtype)
+    buffers = tiling.row_groups * 2 if tiling.resident else tiling.row_groups
+    users = consumers if tiling.shares_rows else tiling.row_groups
+    of_rows = hopper.swizzled(H, q.dtype)
+    scratch = {
+        "rows": plgpu.SMEM((buffers, ROWS, H), q.dtype, transforms=of_rows),
+        "k_ring": plgpu.SMEM((stages, keys, H), k.dtype, transforms=of_keys),
+        "v_ring": plgpu.SMEM((stages, *values), k.dtype, transforms=of_values),
+        "rows_in": plgpu.Barrier(num_barriers=buffers, num_arrivals=ROWS // math.gcd(T, ROWS)),
+        "k_in": plgpu.Barrier(num_barriers=stages, num_arrivals=loads),
+        "v_in": plgpu.Barrier(num_barriers=stages, num_arrivals=value_loads),
+        "used": plgpu.Barrier(num_barriers=stages, num_arrivals=users),
+    }
+    if tiling.shares_rows:
+        scratch["rows_used"] = plgpu.Barrier(num_barriers=1, num_arrivals=consumers)
+        transforms = hopper.swizzled(keys, jnp.float32)
+        scratch["halves"] = plgpu.SMEM((2, ROWS, keys), jnp.float32, transforms=transforms)
+        scratch["halves_in"] = plgpu.Barrier(num_barriers=1, num_arrivals=consumers)
+        scratch["k_used"] = plgpu.Barrier(num_barriers=stages, num_arrivals=users)
+    if k.dtype.itemsize == 1:
+        scratch["q_8"] = plgpu.SMEM((consumers, 2, ROWS, H), k.dtype, transforms=of_keys)
+    if tiling.ping_pong and consumers == 2:
+        scratch["turn"] = plgpu.Barrier(num_barriers=1, num_arrivals=2)
+    if tiling.is_cluster:
+        part, width = (consumers, tiling.parts, ROWS), H // tiling.parts
+        scratch["columns"] = plgpu.SMEM((consumers, ROWS, width), kind)
+        if is_shared:
+            others = (consumers, tiling.parts - 1, ROWS, width)
+            scratch["means"] = plgpu.SMEM(others, jnp.float32, transforms=part_transforms())
+            scratch["masses"] = plgpu.SMEM(part, jnp.float32)
+            if is_quantized:
+                scratch["largest"] = plgpu.SMEM(part, jnp.float32)
+        scratch["parts_in"] = plgpu.ClusterBarrier(
+            collective_axes=("split",), num_barriers=1, num_arrivals=consumers
+        )
+    if is_quantized:
+        scratch["units"] = plgpu.SMEM((consumers, ROWS), jnp.float32)
+        if tiling.splits == 1:
+            transforms = hopper.swizzled(H, kind)
+            scratch["narrow"] = plgpu.SMEM((consumers, ROWS, H), kind, transforms=transforms)
+    return scratch
+
+
+def _merge(
+    out: Float[Array, "X S W R H"], log_mass: Float[Array, "X S W R"], q: Array, G: int
+) -> Array:
+    """Parts weighted by the mass of their keys, as rows like `q` of G KV heads."""
+    B, T, N, H = q.shape
+    most, n = whole_tiles(T), N // G
+    chunk = math.gcd(most, ROWS)
     weight = jnp.exp2(log_mass - jnp.max(log_mass, axis=0, keepdims=True))
     mean = jnp.sum(out * weight[..., None], axis=0) / jnp.sum(weight, axis=0)[..., None]
-    return mean.reshape(len(mean), -1, mean.shape[-1])
+    rows = mean.reshape(len(mean), -1, H).astype(q.dtype)[:, : n * most]
+    rows = rows.reshape(B, G, most // chunk, n, chunk, H)
+    return rows.transpose(0, 2, 4, 1, 3, 5).reshape(B, most, N, H)[:, :T]

@@ -3,15 +3,13 @@
 `mosaic.py` launches it. A block computes one tile of rows, or, if resident, several in sequence.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .mosaic_kernel import compute
-from .mosaic_tiles import drain, load, whole, work_of
+from .mosaic_tiles import Block, drain, load, whole, work_of
 
 
 def attend(*refs, num_operands, extras, names, rules, scale, tiling, chunk, places):
@@ -26,51 +24,48 @@ def attend(*refs, num_operands, extras, names, rules, scale, tiling, chunk, plac
     """
     q, k, v, k_pages, v_pages, table, numbers, *given = refs[:num_operands]
     more = dict(zip(extras, given, strict=True))
-    bits = more.get("bits")
-    results = refs[num_operands : len(refs) - len(names)]
-    scratch = dict(zip(names, refs[len(refs) - len(names) :], strict=True))
-    settings = {"rules": rules, "tiling": tiling, "chunk": chunk}
-    work_at = functools.partial(
-        work_of, q.shape, k_pages.shape, numbers, has_bits=bits is not None, **settings
+    block = Block(
+        q=q,
+        fresh=(k, v),
+        pools=(k_pages, v_pages),
+        table=table,
+        numbers=numbers,
+        bits=more.get("bits"),
+        kv_scales=more.get("kv_scales"),
+        results=refs[num_operands : len(refs) - len(names)],
+        scratch=dict(zip(names, refs[len(refs) - len(names) :], strict=True)),
+        rules=rules,
+        scale=scale,
+        tiling=tiling,
+        chunk=chunk,
     )
-    work = None
-    if not tiling.resident:
-        block = jax.lax.axis_index("block")
-        split = jax.lax.axis_index("split") if tiling.splits > 1 else whole(0)
-        work = work_at((jax.lax.axis_index("sequence"), split, block))
-    warpgroup = jax.lax.axis_index("warpgroup")
-
-    def bring(work):
-        load(work, (k, v), (k_pages, v_pages), table, scratch, tiling)
-
-    def compute_rows(work, turn=None, following=None):
-        operands = (q, k_pages.shape, table, bits, more.get("kv_scales"), results, scratch)
-        whose = {"turn": turn, "following": following, "scale": scale}
-        compute(work, warpgroup, *operands, **whose, **settings)
-
-    if work is None:
-        _attend_in_turns(work_at, warpgroup, bring, compute_rows, scratch, tiling, places)
+    loads, sums = _registers(tiling.consumers, block.is_8_bit)
+    if tiling.resident:
+        _attend_in_turns(block, places, loads, sums)
         return
-
-    loads, sums = _registers(tiling.consumers, "q_8" in scratch)
+    tile = jax.lax.axis_index("block")
+    split = jax.lax.axis_index("split") if tiling.splits > 1 else whole(0)
+    work = work_of(block, (jax.lax.axis_index("sequence"), split, tile))
+    warpgroup = jax.lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == tiling.consumers)
     def _():
         plgpu.set_max_registers(loads, action="decrease")
-        bring(work)
-        drain(work.low, work.high, scratch, tiling)
+        load(block, work)
+        drain(block, work.low, work.high)
 
     computes = warpgroup < tiling.consumers
 
     @pl.when(computes if work.is_spare is None else computes & ~work.is_spare)
     def _():
         plgpu.set_max_registers(sums, action="increase")
-        compute_rows(work)
+        compute(block, work, warpgroup)
 
 
-def _attend_in_turns(work_at, warpgroup, bring, compute_rows, scratch, tiling, places):
+def _attend_in_turns(block, places, loads, sums):
     """Compute several tiles of rows; the rows and keys of the next load during the current one."""
-    tiles, blocks, stay = places
+    warpgroup = jax.lax.axis_index("warpgroup")
+    tiles, of_head, stay = places
     first = jax.lax.axis_index("block")
     last = stay - 1 - first
     turns = num_turns(first, last, tiles, stay)
@@ -78,31 +73,28 @@ def _attend_in_turns(work_at, warpgroup, bring, compute_rows, scratch, tiling, p
     def work_in(turn, before=None):
         tile = tile_in(turn, first, last, stay)
         tile = jnp.minimum(tile, tiles - 1)  # past the last tile, repeat it
-        sequence, place = jax.lax.div(tile, whole(blocks)), jax.lax.rem(tile, whole(blocks))
-        return work_at((sequence, whole(0), place), before)
+        sequence, place = jax.lax.div(tile, whole(of_head)), jax.lax.rem(tile, whole(of_head))
+        return work_of(block, (sequence, whole(0), place), before)
 
-    loads, sums = _registers(tiling.consumers, "q_8" in scratch)
-
-    @pl.when(warpgroup == tiling.consumers)
+    @pl.when(warpgroup == block.tiling.consumers)
     def _():
         plgpu.set_max_registers(loads, action="decrease")
 
         def one(turn, before):
             work = work_in(turn, before)
-            bring(work)
+            load(block, work)
             return before + (work.high - work.low)
 
         count = jax.lax.fori_loop(whole(0), turns, one, whole(0))
-        drain(whole(0), count, scratch, tiling)
+        drain(block, whole(0), count)
 
-    @pl.when(warpgroup < tiling.consumers)
+    @pl.when(warpgroup < block.tiling.consumers)
     def _():
         plgpu.set_max_registers(sums, action="increase")
 
         def one(turn, before):
             work = work_in(turn, before)
-            following = turn + 1 < turns, work_in(turn + 1)
-            compute_rows(work, turn, following)
+            compute(block, work, warpgroup, turn, (turn + 1 < turns, work_in(turn + 1)))
             return before + (work.high - work.low)
 
         jax.lax.fori_loop(whole(0), turns, one, whole(0))

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +13,63 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from ..hopper.operands import BOX, turn
+from .mask import Rules
 
 ROWS = 64  # rows of a warpgroup's product
 LINES = 8  # rows of a swizzle tile
 FAR = 1 << 29  # beyond every position
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """What the warpgroups of a thread block share: references and static settings."""
+
+    q: Any
+    fresh: tuple[Any, Any]  # keys and values of the window
+    pools: tuple[Any, Any]  # cached keys and values by page
+    table: Any
+    numbers: Any  # see `mask.facts`
+    bits: Any  # which blocks each block sees, as bits; None: those up to its own
+    kv_scales: Any  # None: keys of 16 bits
+    results: Sequence[Any]
+    scratch: dict[str, Any]
+    rules: Rules
+    scale: float
+    tiling: Any  # a `mosaic_tiling.Tiling`
+    chunk: int  # tokens of a unit of rows
+
+    @property
+    def heads(self) -> int:
+        """Query heads that share a KV head."""
+        return self.q.shape[2] // self.pools[0].shape[1]
+
+    @property
+    def units(self) -> int:
+        """Units of a warpgroup's rows; unit u is tokens [u // n * chunk, + chunk) of head u % n."""
+        return ROWS // self.chunk
+
+    @property
+    def is_8_bit(self) -> bool:
+        """Whether keys and values have 8 bits."""
+        return "q_8" in self.scratch
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether the interpreter runs this, see `mosaic.attention`."""
+        return "weights" in self.scratch
+
+
+class Facts(NamedTuple):
+    """The numbers of a sequence, see `mask.facts`."""
+
+    start: Array
+    first: Array
+    end: Array
+    context_len: Array
+    unmasked: Array
+    causal: Array
+    cell_0: Array
+    b: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +77,11 @@ class Work:
     """The work of one thread block; all numbers are int32.
 
     Attributes:
-        sequence, b, g: Sequence and KV head as one number, and each of them.
+        sequence, g: Sequence and KV head as one number, and the head.
         split: Index of the share of the keys.
         is_whole: The block reads all keys of its rows; None if no block does.
         is_spare: The block is idle, because another cluster has its rows; None as above.
         unit_0, units: First unit of rows of the block, and number of units of the sequence.
-        start, first, end, context_len, causal, cell_0: See `mask.facts`.
         is_used: Some row is live.
         cached_tiles, skipped: Number of context tiles that rows see, and index of the first one.
             The tiles of the window's fresh keys follow.
@@ -40,20 +94,14 @@ class Work:
         fresh: The same for the fresh tiles, with those that every row sees first.
     """
 
+    facts: Facts
     sequence: Array
-    b: Array
     g: Array
     split: Array
     is_whole: Array | None
     is_spare: Array | None
     unit_0: Array
     units: int
-    start: Array
-    first: Array
-    end: Array
-    context_len: Array
-    causal: Array
-    cell_0: Array
     is_used: Array
     cached_tiles: Array
     skipped: Array
@@ -65,108 +113,65 @@ class Work:
     fresh: tuple[Array, Array, Array]
 
 
-def work_of(shape, pool, numbers, place, before=None, *, has_bits, rules, tiling, chunk) -> Work:
-    """The work of one thread block, for queries of `shape` and keys of shape `pool`.
+def work_of(block: Block, place: tuple[Array, Array, Array], before: Array | None = None) -> Work:
+    """The work of a thread block.
 
     Args:
         place: Sequence and KV head as one number, share of the keys, tile of rows.
         before: As in `Work`.
     """
-    keys, splits = tiling.keys, tiling.splits
-    block_size, window = rules.block_size, rules.window
-    _, T, N, _ = shape
-    G = pool[1]
-    n = N // G
-    sequence, split, block = place
+    (_, T, _, _), G, n = block.q.shape, block.pools[0].shape[1], block.heads
+    sequence, split, tile = place
     slot, g = jax.lax.div(sequence, whole(G)), jax.lax.rem(sequence, whole(G))
-    facts = (numbers[slot, i] for i in range(8))
-    start, first, end, context_len, unmasked, causal, cell_0, b = facts
+    facts = Facts(*(block.numbers[slot, i] for i in range(8)))
 
-    # Unit u is tokens [u // n * chunk, + chunk) of the group's head u % n.
-    per_warpgroup = ROWS // chunk
-    units = n * (whole_tiles(T) // chunk)
-    per_block = tiling.row_groups * per_warpgroup
+    units = n * (whole_tiles(T) // block.chunk)
+    per_block = block.tiling.row_groups * block.units
     is_whole, is_spare = None, None
-    if tiling.unsplit_keys:
-        # A cluster takes one row tile of a sequence, its blocks splitting the keys; or, for a short
-        # context, one row tile for each of its blocks. The clusters of these tiles are then idle.
-        blocks = -(-units // per_block)
-        item = g * blocks + block
-        is_whole = context_len <= tiling.unsplit_keys
-        is_spare = is_whole & (jax.lax.rem(item, whole(splits)) != 0)
-        item = jnp.where(is_whole, item + split, item)
-        split = jnp.where(is_whole, 0, split)
-        g, block = jax.lax.div(item, whole(blocks)), jax.lax.rem(item, whole(blocks))
-    unit_0 = block * per_block
+    if block.tiling.unsplit_keys:
+        of_head = -(-units // per_block)
+        is_whole, is_spare, split, g, tile = _unsplit(block, facts, split, g, tile, of_head)
+    unit_0 = tile * per_block
     unit_1 = jnp.minimum(unit_0 + per_block, units) - 1
-    least_cell = cell_0 + jax.lax.div(unit_0, whole(n)) * chunk
-    most_cell = cell_0 + jax.lax.div(unit_1, whole(n)) * chunk + (chunk - 1)
+    least_cell = facts.cell_0 + jax.lax.div(unit_0, whole(n)) * block.chunk
+    most_cell = facts.cell_0 + jax.lax.div(unit_1, whole(n)) * block.chunk + (block.chunk - 1)
 
     # The list of key tiles: those of the context, then those of the window.
-    first_live, last_live = jnp.maximum(least_cell, first), jnp.minimum(most_cell, end - 1)
-    is_used = first_live <= last_live
+    live = jnp.maximum(least_cell, facts.first), jnp.minimum(most_cell, facts.end - 1)
+    is_used = live[0] <= live[1]
     if is_spare is not None:
         is_used &= ~is_spare
-    cached_tiles = jnp.where(is_used, _ceil_div(context_len, keys), 0)
-    skipped = whole(0)  # tiles of the context that end before any row's window
-    near = cell_0 - FAR  # the first cell that is in every row's window
-    if window is not None:
-        near = window_cell(last_live, causal, rules) - (window - 1)
-        from_cell = window_cell(first_live, causal, rules)
-        nearest = jnp.maximum(start + from_cell - (window - 1), 0)
-        skipped = jnp.minimum(jax.lax.div(nearest, whole(keys)), cached_tiles)
-        cached_tiles -= skipped
-    in_block = (jax.lax.div(last_live, whole(block_size)) + 1) * block_size
-    reach = jnp.minimum(
-        jnp.where(in_order(last_live, causal, rules) != 0, last_live + 1, in_block), end
-    )
-    reach = jnp.minimum(end if has_bits else reach, cell_0 + T) - cell_0
-    fresh_first = jax.lax.div(jnp.maximum(first - cell_0, 0), whole(keys))
-    fresh_tiles = jnp.where(is_used, jnp.maximum(_ceil_div(reach, keys) - fresh_first, 0), 0)
+    cached_tiles, skipped, near = _cached_tiles(block, facts, live, is_used)
+    fresh_tiles, fresh_first = _fresh_tiles(block, facts, live[1], is_used)
     tiles = cached_tiles + fresh_tiles
-    share = _ceil_div(tiles, splits)
+    share = _ceil_div(tiles, block.tiling.splits)
     share = share if is_whole is None else jnp.where(is_whole, tiles, share)
     low = jnp.minimum(split * share, tiles)
     high = jnp.minimum(low + share, tiles)
     cached_high = jnp.minimum(high, cached_tiles)
     cached_low = jnp.minimum(low, cached_high)
     fresh_low, fresh_high = jnp.maximum(low, cached_tiles), jnp.maximum(high, cached_tiles)
+    fresh_middle = fresh_low
     # Fresh keys that every row sees come first, in a loop without a mask. For a single tile this
     # loop would not repay its compilation time.
-    if not has_bits and keys < T:
-        in_block = (jax.lax.div(first_live, whole(block_size)) + 1) * block_size
-        plain = jnp.minimum(
-            jnp.where(in_order(first_live, causal, rules) != 0, first_live + 1, in_block), end
-        )
-        if window is not None and not rules.by_block:
-            plain = jnp.minimum(plain, first_live + window)
-        plain = jnp.minimum(plain, cell_0 + T) - cell_0
-        plain = jax.lax.div(plain, whole(keys)) - fresh_first
-        plain = jnp.where(jnp.maximum(first, near) <= cell_0 + fresh_first * keys, plain, 0)
+    if block.bits is None and block.tiling.keys < T:
+        plain = _plain_fresh_tiles(block, facts, live[0], fresh_first, near)
         fresh_middle = jnp.clip(cached_tiles + plain, fresh_low, fresh_high)
-    else:
-        fresh_middle = fresh_low
     plain_low = cached_low
-    if window is not None:
-        plain_low = _ceil_div(jnp.maximum(start + near, 0), keys) - skipped
+    if block.rules.window is not None:
+        plain_low = _ceil_div(jnp.maximum(facts.start + near, 0), block.tiling.keys) - skipped
         plain_low = jnp.clip(plain_low, cached_low, cached_high)
-    plain_high = jax.lax.div(unmasked, whole(keys)) - skipped
+    plain_high = jax.lax.div(facts.unmasked, whole(block.tiling.keys)) - skipped
     plain_high = jnp.clip(plain_high, plain_low, cached_high)
     return Work(
-        sequence=b * G + g,
-        b=b,
+        facts=facts,
+        sequence=facts.b * G + g,
         g=g,
         split=split,
         is_whole=is_whole,
         is_spare=is_spare,
         unit_0=unit_0,
         units=units,
-        start=start,
-        first=first,
-        end=end,
-        context_len=context_len,
-        causal=causal,
-        cell_0=cell_0,
         is_used=is_used,
         cached_tiles=cached_tiles,
         skipped=skipped,
@@ -177,6 +182,64 @@ def work_of(shape, pool, numbers, place, before=None, *, has_bits, rules, tiling
         cached=(cached_low, plain_low, plain_high, cached_high),
         fresh=(fresh_low, fresh_middle, fresh_high),
     )
+
+
+def _unsplit(block, facts, split, g, tile, tiles):
+    """Deal a row tile of `tiles` to the blocks of a cluster: `is_whole`, `is_spare` and the place.
+
+    A cluster takes one row tile of a sequence, its blocks splitting the keys; or, for a short
+    context, one row tile for each of its blocks. The clusters of these tiles are then idle.
+    """
+    item = g * tiles + tile
+    is_whole = facts.context_len <= block.tiling.unsplit_keys
+    is_spare = is_whole & (jax.lax.rem(item, whole(block.tiling.splits)) != 0)
+    item = jnp.where(is_whole, item + split, item)
+    split = jnp.where(is_whole, 0, split)
+    g, tile = jax.lax.div(item, whole(tiles)), jax.lax.rem(item, whole(tiles))
+    return is_whole, is_spare, split, g, tile
+
+
+def _cached_tiles(block, facts, live, is_used):
+    """Tiles of the context that rows see, those before them, and a cell in every row's window."""
+    rules, keys = block.rules, block.tiling.keys
+    cached_tiles = jnp.where(is_used, _ceil_div(facts.context_len, keys), 0)
+    skipped, near = whole(0), facts.cell_0 - FAR
+    if rules.window is None:
+        return cached_tiles, skipped, near
+    near = window_cell(live[1], facts.causal, rules) - (rules.window - 1)
+    from_cell = window_cell(live[0], facts.causal, rules)
+    nearest = jnp.maximum(facts.start + from_cell - (rules.window - 1), 0)
+    skipped = jnp.minimum(jax.lax.div(nearest, whole(keys)), cached_tiles)
+    return cached_tiles - skipped, skipped, near
+
+
+def _fresh_tiles(block, facts, last_live, is_used):
+    """Number of the window's tiles that rows see, and the first of them."""
+    T, keys = block.q.shape[1], block.tiling.keys
+    reach = facts.end if block.bits is not None else _reach(block.rules, facts, last_live)
+    reach = jnp.minimum(reach, facts.cell_0 + T) - facts.cell_0
+    fresh_first = jax.lax.div(jnp.maximum(facts.first - facts.cell_0, 0), whole(keys))
+    tiles = jnp.maximum(_ceil_div(reach, keys) - fresh_first, 0)
+    return jnp.where(is_used, tiles, 0), fresh_first
+
+
+def _plain_fresh_tiles(block, facts, first_live, fresh_first, near):
+    """Number of the window's first tiles that every row sees."""
+    T, keys, rules = block.q.shape[1], block.tiling.keys, block.rules
+    plain = _reach(rules, facts, first_live)
+    if rules.window is not None and not rules.by_block:
+        plain = jnp.minimum(plain, first_live + rules.window)
+    plain = jnp.minimum(plain, facts.cell_0 + T) - facts.cell_0
+    plain = jax.lax.div(plain, whole(keys)) - fresh_first
+    is_seen = jnp.maximum(facts.first, near) <= facts.cell_0 + fresh_first * keys
+    return jnp.where(is_seen, plain, 0)
+
+
+def _reach(rules, facts, cell):
+    """One past the last cell that a cell sees if it sees the blocks up to its own."""
+    of_block = (jax.lax.div(cell, whole(rules.block_size)) + 1) * rules.block_size
+    is_ordered = in_order(cell, facts.causal, rules) != 0
+    return jnp.minimum(jnp.where(is_ordered, cell + 1, of_block), facts.end)
 
 
 def in_order(cell, causal, rules):
@@ -195,12 +258,12 @@ def window_cell(cell, causal, rules):
     return cell - (1 - in_order(cell, causal, rules)) * behind
 
 
-def page_of(work, table, page_size, j):
+def page_of(block: Block, work: Work, j: Array) -> tuple[Array, Array]:
     """Page of cached position j, and the offset in the page."""
-    C = table.shape[1]
-    column = jax.lax.div(j, whole(page_size))
-    page = jnp.where(column < C, table[work.b, jnp.minimum(column, C - 1)], -1)
-    return page, jax.lax.rem(j, whole(page_size))
+    Z, C = block.pools[0].shape[2], block.table.shape[1]
+    column = jax.lax.div(j, whole(Z))
+    page = jnp.where(column < C, block.table[work.facts.b, jnp.minimum(column, C - 1)], -1)
+    return page, jax.lax.rem(j, whole(Z))
 
 
 def slot_of(work, tiling, i):
@@ -220,80 +283,89 @@ def turns_of(work, warpgroup, from_, to):
     return first, jax.lax.div(to - first + 1, whole(2))
 
 
-def load(work, fresh_keys, pools, table, scratch, tiling):
+def load(block: Block, work: Work) -> None:
     """Load the tiles of this work in order, as the loading warpgroup; `drain` must follow."""
-    keys, stages = tiling.keys, tiling.stages
-    T, Z = whole_tiles(fresh_keys[0].shape[1]), pools[0].shape[2]
-    is_8_bit = "q_8" in scratch
-
-    def wait_until(name, slot, order):
-        """Wait until the previous contents of a buffer have been used."""
-
-        @pl.when(order >= stages)
-        def _():
-            plgpu.barrier_wait(scratch[name].at[slot])
-
-    def fill(buffer, arrived, sources):
-        """Load keys or values box by box."""
-        size = keys // len(sources)
-        for place, source in enumerate(sources):
-            part = buffer if size == keys else buffer.at[pl.ds(place * size, size)]
-            plgpu.copy_gmem_to_smem(source, part, arrived)
-        for _spare in range(loads_of(keys, T, Z) - len(sources)):  # the barrier counts loads
-            plgpu.barrier_arrive(arrived)
-
-    def cached(i):
-        """The boxes of a cached tile: whole pages, or some tokens of a larger page."""
-        j = (i + work.skipped) * keys
-        found = [page_of(work, table, Z, j + at) for at in range(0, keys, min(keys, Z))]
-        tokens = pl.ds(0, Z)
-        if keys < Z:
-            tokens = pl.ds(pl.multiple_of(found[0][1], keys), keys)
-        return [(jnp.maximum(page, 0), work.g) for page, _ in found], tokens
-
-    def fresh(i, box):
-        token = (i - work.cached_tiles + work.fresh_first) * keys
-        # Copies of the last box fill the tile past the last key: the product needs whole tiles of
-        # finite values, and the mask hides the copies.
-        tokens = [jnp.minimum(token + at, T - box) for at in range(0, keys, box)]
-        tokens = [pl.ds(pl.multiple_of(one, box), box) for one in tokens]
-        return [(work.b, one, work.g) for one in tokens]
-
-    def bring_values(i, is_cached, buffer, arrived):
-        """Load 8-bit values, whose tokens are adjacent, page by page."""
-        parts = keys // min(keys, Z)
-        if is_cached:
-            places, tokens = cached(i)
-            for part, place in enumerate(places):
-                plgpu.copy_gmem_to_smem(pools[1].at[*place, :, tokens], buffer.at[part], arrived)
-            return
-        boxes = [fresh_keys[1].at[place] for place in fresh(i, BOX)]
-        each = len(boxes) // parts
-        for part in range(parts):
-            turn(boxes[part * each :][:each], buffer.at[part], "weights" in scratch)
-        plgpu.commit_smem()
-        for _part in range(parts):
-            plgpu.barrier_arrive(arrived)
-
-    def bring(i, _, is_cached):
-        slot, order = slot_of(work, tiling, i), _order_of(work, i)
-        if not tiling.shares_rows:
-            wait_until("used", slot, order)
-        pair = pools if is_cached else fresh_keys
-        for array, name, used in zip(pair, "kv", ("k_used", "used"), strict=True):
-            if tiling.shares_rows:
-                wait_until(used, slot, order)
-            ring, arrived = scratch[f"{name}_ring"].at[slot], scratch[f"{name}_in"].at[slot]
-            if is_8_bit and name == "v":
-                bring_values(i, is_cached, ring, arrived)
-            elif is_cached:
-                places, tokens = cached(i)
-                fill(ring, arrived, [array.at[*place, tokens] for place in places])
-            else:
-                fill(ring, arrived, [array.at[place] for place in fresh(i, math.gcd(T, keys))])
-
     for span, is_cached in ((work.cached, True), (work.fresh, False)):
-        jax.lax.fori_loop(span[0], span[-1], functools.partial(bring, is_cached=is_cached), None)
+        bring = functools.partial(_bring, block, work, is_cached)
+        jax.lax.fori_loop(span[0], span[-1], bring, None)
+
+
+def _bring(block: Block, work: Work, is_cached: bool, i, _):
+    """Load keys and values of a tile, each once its buffer has been used."""
+    scratch, tiling = block.scratch, block.tiling
+    slot, order = slot_of(work, tiling, i), _order_of(work, i)
+
+    def wait_until(name):
+        pl.when(order >= tiling.stages)(lambda: plgpu.barrier_wait(scratch[name].at[slot]))
+
+    if not tiling.shares_rows:
+        wait_until("used")
+    pair = block.pools if is_cached else block.fresh
+    for array, name, used in zip(pair, "kv", ("k_used", "used"), strict=True):
+        if tiling.shares_rows:
+            wait_until(used)
+        ring, arrived = scratch[f"{name}_ring"].at[slot], scratch[f"{name}_in"].at[slot]
+        if block.is_8_bit and name == "v":
+            _bring_values(block, work, i, is_cached, ring, arrived)
+        elif is_cached:
+            places, tokens = _cached_boxes(block, work, i)
+            _fill(block, ring, arrived, [array.at[*place, tokens] for place in places])
+        else:
+            box = math.gcd(whole_tiles(block.q.shape[1]), tiling.keys)
+            _fill(block, ring, arrived, [array.at[at] for at in _fresh_boxes(block, work, i, box)])
+
+
+def _fill(block: Block, buffer, arrived, sources) -> None:
+    """Load keys or values box by box."""
+    keys, size = block.tiling.keys, block.tiling.keys // len(sources)
+    for place, source in enumerate(sources):
+        part = buffer if size == keys else buffer.at[pl.ds(place * size, size)]
+        plgpu.copy_gmem_to_smem(source, part, arrived)
+    loads = loads_of(keys, whole_tiles(block.q.shape[1]), block.pools[0].shape[2])
+    for _spare in range(loads - len(sources)):  # the barrier counts loads
+        plgpu.barrier_arrive(arrived)
+
+
+def _cached_boxes(block: Block, work: Work, i):
+    """The boxes of a cached tile: whole pages, or some tokens of a larger page."""
+    keys, Z = block.tiling.keys, block.pools[0].shape[2]
+    j = (i + work.skipped) * keys
+    found = [page_of(block, work, j + at) for at in range(0, keys, min(keys, Z))]
+    tokens = pl.ds(0, Z)
+    if keys < Z:
+        tokens = pl.ds(pl.multiple_of(found[0][1], keys), keys)
+    return [(jnp.maximum(page, 0), work.g) for page, _ in found], tokens
+
+
+def _fresh_boxes(block: Block, work: Work, i, box: int):
+    """The boxes of a tile of the window.
+
+    Copies of the last box fill the tile past the last key: the product needs whole tiles of finite
+    values, and the mask hides the copies.
+    """
+    T, keys = whole_tiles(block.q.shape[1]), block.tiling.keys
+    token = (i - work.cached_tiles + work.fresh_first) * keys
+    tokens = [jnp.minimum(token + at, T - box) for at in range(0, keys, box)]
+    tokens = [pl.ds(pl.multiple_of(one, box), box) for one in tokens]
+    return [(work.facts.b, one, work.g) for one in tokens]
+
+
+def _bring_values(block: Block, work: Work, i, is_cached: bool, buffer, arrived) -> None:
+    """Load 8-bit values, whose tokens are adjacent, page by page."""
+    parts = block.tiling.keys // min(block.tiling.keys, block.pools[0].shape[2])
+    if is_cached:
+        places, tokens = _cached_boxes(block, work, i)
+        for part, place in enumerate(places):
+            source = block.pools[1].at[*place, :, tokens]
+            plgpu.copy_gmem_to_smem(source, buffer.at[part], arrived)
+        return
+    boxes = [block.fresh[1].at[place] for place in _fresh_boxes(block, work, i, BOX)]
+    each = len(boxes) // parts
+    for part in range(parts):
+        turn(boxes[part * each :][:each], buffer.at[part], block.is_interpreted)
+    plgpu.commit_smem()
+    for _part in range(parts):
+        plgpu.barrier_arrive(arrived)
 
 
 def loads_of(keys, rows, page_size) -> int:
@@ -301,16 +373,17 @@ def loads_of(keys, rows, page_size) -> int:
     return keys // min(keys, page_size, math.gcd(rows, keys))
 
 
-def drain(low, high, scratch, tiling):
+def drain(block: Block, low: Array, high: Array) -> None:
     """Wait until the last tiles of [low, high) are used; a thread block must not end earlier."""
+    stages = block.tiling.stages
 
     def wait(i, _, name):
-        plgpu.barrier_wait(scratch[name].at[jax.lax.rem(i - low, whole(tiling.stages))])
+        plgpu.barrier_wait(block.scratch[name].at[jax.lax.rem(i - low, whole(stages))])
 
     for name in ("used", "k_used"):
-        if name in scratch:
+        if name in block.scratch:
             body = functools.partial(wait, name=name)
-            jax.lax.fori_loop(jnp.maximum(high - tiling.stages, low), high, body, None)
+            jax.lax.fori_loop(jnp.maximum(high - stages, low), high, body, None)
 
 
 def whole_tiles(rows: int) -> int:
@@ -324,4 +397,4 @@ def whole(x) -> Array:
 
 
 def _ceil_div(a: Array, b: int) -> Array:
-    return jax.lax.div(a + jnp.asarray(b - 1, jnp.int32), jnp.asarray(b, jnp.int32))
+    return jax.lax.div(a + whole(b - 1), whole(b))
