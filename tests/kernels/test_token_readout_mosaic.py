@@ -19,6 +19,7 @@ from dllm_jax.kernels.token_readout import (
     choose_with_classes,
     law_readout,
     mosaic,
+    mosaic_block,
     reference,
     token_readout,
 )
@@ -65,8 +66,10 @@ def test_tiles_in_turn_and_shared_are_exact(rows, ids, width, tiling):
     """Products of small whole numbers are exact; their rows differ, and are full of ties."""
     rng = np.random.default_rng(rows)
     x, head = (rng.integers(-1, 2, (n, width)).astype(jnp.bfloat16) for n in (rows, ids))
-    odd = np.arange(ids) // mosaic._CHUNK % 2 == 1
-    head[odd] = head[np.flatnonzero(odd) - mosaic._CHUNK]  # ties of neighbours among a tile's parts
+    odd = np.arange(ids) // mosaic_block._CHUNK % 2 == 1
+    head[odd] = head[
+        np.flatnonzero(odd) - mosaic_block._CHUNK
+    ]  # ties of neighbours among a tile's parts
     forbidden = rng.random(ids) < 0.02
     loss = np.where(np.arange(rows) % 9, 3.0, np.inf).astype(np.float32)
     penalty = rng.integers(0, ids, rows).astype(np.int32), loss
