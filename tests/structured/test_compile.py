@@ -10,18 +10,21 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from dllm_jax import structured
 from dllm_jax.structured import (
     Budget,
     Choice,
     JsonSchema,
     Regex,
     first_bytes,
+    fitting,
     limits,
     spellings,
     token_bytes,
 )
 from dllm_jax.structured import automaton as automata
 from dllm_jax.structured.automaton import behind_marker, closed
+from dllm_jax.structured.logic import NoInstance
 from dllm_jax.structured.regex import accepts, byte_automaton
 
 PATTERNS = [
@@ -371,3 +374,29 @@ def test_what_explodes_is_refused_in_one_line(number, monkeypatch):
         _timed(HOSTILE[number])
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 500
+
+
+@pytest.mark.parametrize("first", range(len(limits.EXTENTS) + 1))
+@pytest.mark.parametrize("empty", [0, 2, 99])
+def test_the_largest_extent_that_fits_is_taken_in_few_attempts(monkeypatch, first, empty):
+    """Extents before `first` are too large; from `first` + `empty` on there is no instance."""
+    tried, table = [], np.zeros((5, 1), int)
+
+    def made(tree, budget):
+        at = limits.EXTENTS.index(budget.extent)
+        tried.append(at)
+        budget.notes[str(at)] = None
+        if at >= max(first + empty, 1):
+            raise NoInstance("none")
+        return (np.zeros((9, 1), int) if at < first else table), np.ones(5, bool)
+
+    monkeypatch.setattr(structured, "byte_automaton", made)
+    budget, schema = Budget(), JsonSchema({"type": "boolean"})
+    last = min(first + empty, len(limits.EXTENTS)) if first or empty else 1
+    if first < last:
+        assert fitting(schema, budget, 8)[0] is table
+        assert (budget.extent, [*budget.notes]) == (limits.EXTENTS[first], [str(first)])
+    else:
+        with pytest.raises(ValueError, match="has 10 states, and at most 8 fit"):
+            fitting(schema, budget, 8)
+    assert len(tried) <= 4
