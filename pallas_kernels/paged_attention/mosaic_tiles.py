@@ -216,7 +216,8 @@ def _cached_tiles(block, facts, live, is_used):
 def _fresh_tiles(block, facts, last_live, is_used):
     """Number of the window's tiles that rows see, and the first of them."""
     T, keys = block.q.shape[1], block.tiling.keys
-    reach = facts.end if block.bits is not None else _reach(block.rules, facts, last_live)
+    reach = _reach(block.rules, facts, last_live)
+    reach = facts.end if block.bits is not None else reach
     reach = jnp.minimum(reach, facts.cell_0 + T) - facts.cell_0
     fresh_first = jax.lax.div(jnp.maximum(facts.first - facts.cell_0, 0), whole(keys))
     tiles = jnp.maximum(_ceil_div(reach, keys) - fresh_first, 0)
