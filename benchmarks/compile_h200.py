@@ -136,8 +136,7 @@ def shaped_device(
     # The layout asks where that is.
     placed = model.replace(params={"embed": jnp.zeros((1,), jnp.bfloat16)}, split=None)
     layout = buckets.make_layout(placed, strategy, {}, config)
-    # As on any accelerator.
-    layout = dataclasses.replace(layout, many_rows=buckets.MANY_ROWS, admits_along=True)
+    layout = dataclasses.replace(layout, many_rows=buckets.MANY_ROWS)  # as on any accelerator
     return ModelRunner(model, split_knobs(strategy)[0], {}, layout, allocate=False)
 
 

@@ -128,8 +128,6 @@ class EngineLayout:
             cover every slot, every page of a request, and (full modes) every prompt.
         many_rows: Slot buckets from this size on run without command buffers; None: none.
         prompts_a_pass: Prompts that share a pass of pieces of the smallest size.
-        admits_along: Passes and steps bring fresh requests along; else those have a call of their
-            own.
         batch_invariant, logprobs: As configured.
         no_record: Why no request may ask for a record; empty: it may.
         law: What `Record.law` says of model and strategy.
@@ -167,7 +165,6 @@ class EngineLayout:
     max_num_batched_tokens: int | None = None
     many_rows: int | None = None
     prompts_a_pass: int = 1
-    admits_along: bool = True
     batch_invariant: bool = False
     logprobs: bool = False
     no_record: str = ""

@@ -109,10 +109,8 @@ def make_layout(
         prefill_buckets=prefill,
         max_num_batched_tokens=config.max_num_batched_tokens,
         many_rows=None if on_cpu else MANY_ROWS,
-        # On a CPU a dispatch is cheap, and prompts take as long together as apart. Admission in
-        # every program would be a seventh of what XLA compiles there.
+        # On a CPU a dispatch is cheap, and prompts take as long together as apart.
         prompts_a_pass=max(1, most) if has_pieces and not on_cpu else 1,
-        admits_along=not on_cpu,
         batch_invariant=config.batch_invariant,
         logprobs=_kept(config, strategy),
         no_record=no_record(strategy),

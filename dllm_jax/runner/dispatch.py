@@ -60,8 +60,7 @@ class Dispatch:
         self.programs = made_from
         self._admitted: list[_Admission] = []  # not dispatched yet
         fields = made_from.request_fields
-        count = min(packing.ADMIT_ROWS, layout.num_slots)
-        self._no_fresh = np.zeros((count, fields.size), np.int32)
+        self._no_fresh = np.zeros((made_from.num_fresh, fields.size), np.int32)
         self._no_fresh[:, fields.at["slot"]] = layout.num_slots  # marks a row to ignore
         self._pieces: list[_Piece] = []  # not dispatched yet, of distinct slots
         self._bound: set[int] = set()  # slots whose request has a grammar
@@ -92,7 +91,7 @@ class Dispatch:
     def admit(self, slot: int, placement: Placement) -> None:
         """Put a fresh request into a slot; it does not decode until its prefill is done.
 
-        Several are one program, or what is dispatched next brings them along (`admits_along`).
+        A pass or steps that are dispatched next bring it along, or several are one program.
         """
         # No sooner: `begin` may join the last one.
         is_full = len(self._admitted) == len(self._no_fresh)
@@ -140,10 +139,8 @@ class Dispatch:
         )
 
     def _with_fresh(self, rows: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
-        """Arguments of a program that may carry out waiting admissions too, and its keywords."""
-        fresh = self._fresh() if self.layout.admits_along else self._no_fresh[:0]
-        static = {"num_rows": len(rows), "num_fresh": len(fresh)}
-        return np.concatenate([rows, fresh], axis=None), static
+        """The arguments of a program that also carries out waiting admissions, and its keywords."""
+        return np.concatenate([rows, self._fresh()], axis=None), {"num_rows": len(rows)}
 
     def prefill(
         self,

@@ -62,6 +62,11 @@ class Programs(struct.PyTreeNode):
         """The words of a request that goes to its slot."""
         return packing.request_fields(self.window, len(self.knobs))
 
+    @property
+    def num_fresh(self) -> int:
+        """Requests that a call brings along, rows to ignore included."""
+        return min(packing.ADMIT_ROWS, self.spec.num_slots)
+
     def forward(self) -> ModelForward:
         """The model as the strategy sees it."""
         return ModelForward(
@@ -267,21 +272,15 @@ def _admit(programs, state, requests):
 admit = _program(_admit)
 
 
-def _with_fresh(programs, state, given, num_rows, num_fresh):
+def _with_fresh(programs, state, given, num_rows):
     """The state with the fresh requests that a call brings along, and the call's own rows.
 
     Args:
         given: The rows, then fresh requests as of `_admit`, flat.
     """
-    shape = num_fresh, programs.request_fields.size
+    shape = programs.num_fresh, programs.request_fields.size
     rows, fresh = jnp.split(given, (len(given) - math.prod(shape),))
-    if num_fresh:
-        state, _ = _admit(programs, state, fresh.reshape(shape))
-    return state, rows.reshape(num_rows, -1)
-
-
-# Keywords of what may bring fresh requests along.
-_ROWS = ("num_rows", "num_fresh")
+    return _admit(programs, state, fresh.reshape(shape))[0], rows.reshape(num_rows, -1)
 
 
 def _restore(programs, state, request, saved, output):
@@ -299,7 +298,7 @@ def _restore(programs, state, request, saved, output):
 restore = _program(_restore)
 
 
-def _prefill(programs, state, given, size, kind, **counts):
+def _prefill(programs, state, given, size, kind, num_rows):
     """Fresh requests in their slots, and one prefill pass of distinct slots.
 
     Args:
@@ -308,7 +307,7 @@ def _prefill(programs, state, given, size, kind, **counts):
     Returns:
         The state, and the boundary row of the first one.
     """
-    state, pieces = _with_fresh(programs, state, given, **counts)
+    state, pieces = _with_fresh(programs, state, given, num_rows)
     words = packing.piece_fields(size)
     slots, first, end, live_end, last = (pieces[:, words.at[name]] for name in packing.PIECE)
     row = _rows(state, slots)
@@ -331,7 +330,7 @@ def _prefill(programs, state, given, size, kind, **counts):
     return _put_rows(state, slots, done.replace(finish=finish)), done.boundary[0]
 
 
-prefill = _program(_prefill, "size", "kind", *_ROWS)
+prefill = _program(_prefill, "size", "kind", "num_rows")
 
 
 def _begin(programs, state, slot, boundary):
@@ -358,7 +357,7 @@ def _copy_page(programs, state, source, target):
 copy_page = _program(_copy_page)
 
 
-def _decode(programs, state, given, bound: Any = None, **counts):
+def _decode(programs, state, given, bound: Any = None, *, num_rows):
     """Fresh requests in their slots, and steps of some slots.
 
     Args:
@@ -372,7 +371,7 @@ def _decode(programs, state, given, bound: Any = None, **counts):
         the automaton's state; besides it what stays on the device, see `packing.pack`.
     """
     grammars, state = state.constraint, state.replace(constraint=None)
-    state, requests = _with_fresh(programs, state, given, **counts)
+    state, requests = _with_fresh(programs, state, given, num_rows)
     words = packing.DECODE
     rows, pages = requests[:, words.at["slot"]], requests[:, words.span["pages"]]
     num_active, num_steps = requests[0, words.at["num_active"]], requests[0, words.at["num_steps"]]
@@ -444,4 +443,4 @@ def _with_grammars(programs, bucket, grammars, rows, bound):
     return decoding.absorb_nothing(programs.strategy, programs.forward(), bucket, fresh)
 
 
-decode = _program(_decode, *_ROWS)
+decode = _program(_decode, "num_rows")

@@ -41,7 +41,7 @@ CONFIG = EngineConfig(
 def make_runner(many_rows: int | None = None) -> ModelRunner:
     model = models.plain()
     layout = buckets.make_layout(model, STRATEGY, {}, CONFIG)
-    layout = dataclasses.replace(layout, many_rows=many_rows, admits_along=many_rows is not None)
+    layout = dataclasses.replace(layout, many_rows=many_rows)
     return ModelRunner(model, split_knobs(STRATEGY)[0], {}, layout)
 
 

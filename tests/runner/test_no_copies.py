@@ -151,7 +151,7 @@ ENGINE = ("d2f_whole_full", "fast_dllm_v2", "dflash")
 def test_the_programs_of_the_engine_work_in_place(name):
     device = toy.make_device(name, allocate=False, num_pages=NUM_PAGES)
     if device.layout.pass_kind != "full" and not device.layout.in_window:  # as on accelerators
-        device.layout = dataclasses.replace(device.layout, prompts_a_pass=3, admits_along=True)
+        device.layout = dataclasses.replace(device.layout, prompts_a_pass=3)
     shapes = jax.tree.leaves(device.device.shapes().pools)
     cache = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in shapes)
     assert all(leaf.shape[0] == NUM_PAGES for leaf in shapes)

@@ -39,7 +39,7 @@ AT_ONCE = Placement(
 
 def make_device(name: str, **how: Any) -> ModelRunner:
     made = toy.make_device(name, **how)
-    made.layout = dataclasses.replace(made.layout, prompts_a_pass=COUNT, admits_along=True)
+    made.layout = dataclasses.replace(made.layout, prompts_a_pass=COUNT)
     return made
 
 
