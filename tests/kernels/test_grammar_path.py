@@ -161,10 +161,11 @@ def test_a_readout_by_classes_is_that_without_and_what_they_say(slots, monkeypat
 
 @pytest.mark.slow(unless="pallas_kernels")
 @needs_mosaic
-def test_the_kernel_for_many_rows_says_the_same(monkeypatch):
+@pytest.mark.parametrize(("slots", "T"), [(2, 40), (1, 24)])
+def test_the_kernel_says_the_same(slots, T, monkeypatch):
     """Steps of which all ids are read, and few; a tile of ids that is all its neighbour's.
 
-    A slot's 40 rows are padded to the 64 of a warpgroup.
+    A slot's rows are padded to the 64 of a warpgroup; one slot's few rows are one warpgroup's.
     """
     monkeypatch.setattr(grammars, "WIDE", 20)
     monkeypatch.setattr(grammars, "_MANY", 11)
@@ -175,24 +176,26 @@ def test_the_kernel_for_many_rows_says_the_same(monkeypatch):
                 grammars.ready(random_toy(rng, num_ids, num_ids - 1, classes=classes), num_ids),
                 dataclasses.replace(SIZES, narrow=320, classes=18, wide=16),
             )
-            for classes in (14, 16)
+            for classes in (14, 16)[:slots]
         ]
     )
-    hidden = jnp.asarray(rng.standard_normal((2 * 40, D)), jnp.bfloat16)
+    hidden = jnp.asarray(rng.standard_normal((slots * T, D)), jnp.bfloat16)
     head = jnp.asarray(rng.standard_normal((num_ids, D)) * 3 * D**-0.5, jnp.bfloat16)
     given = hidden, head, jnp.asarray(rng.random(num_ids) < 0.2), classes_of(grammar)
     options = {"scale": 1.0, "cap": None, "penalty": None, "num_top": 0}
-    how = options | {"tiling": mosaic.Tiling(ids=64, stages=1, shared="rows", blocks=2)}
+    how = options | {
+        "tiling": mosaic.Tiling(ids=64, consumers=slots, stages=1, shared="rows", blocks=2)
+    }
     by_classes = functools.partial(mosaic.read_classes, classes=given[-1])
     read, ids = interpreted(by_classes, *given[:-1], **how)
     alone = interpreted(mosaic.read, *given[:-1], **how)
     for mine, theirs in zip(read, alone, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-6)  # 80 rows are joined by XLA, not 128
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6)  # joined by XLA: 80 rows, not 128
     truth = class_readout(*given, **options, implementation="xla")[1]
     np.testing.assert_allclose(ids.log_mass, truth.log_mass, rtol=1e-5)
     assert int(grammar.whole_step[0].max()) * 64 < int(grammar.num_narrow[0])
-    for slot in range(2):
-        rows, whole = slice(slot * 40, slot * 40 + 40), grammar.whole_step[slot]
+    for slot in range(slots):
+        rows, whole = slice(slot * T, slot * T + T), grammar.whole_step[slot]
         narrow, wide = int(grammar.num_narrow[slot]), int(grammar.num_wide[slot])
         assert int(whole.max()) > 0 < wide
         mine, theirs = (one.narrow[rows, :narrow] for one in (ids, truth))

@@ -135,7 +135,7 @@ BLOCKS = broken(
         "is_next = jnp.arange(K)[None, :] >= num_open[:, None]",
     ),
     stops_of_holes=("generated = buffer.filled & ", "generated = "),
-    stops_of_padding=("& (ids[..., i] >= 0)", ""),
+    stops_of_padding=(" & (tokens >= 0)", ""),
     semi_is_strict=(
         "progress(state) >= at_block(threshold)",
         "progress(state) > at_block(threshold)",
