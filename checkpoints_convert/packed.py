@@ -16,6 +16,7 @@ import numpy as np
 
 from .rules import Array, Shape, listed
 from .schemes import FP4_GROUP, Scheme
+from .schemes import FP8_DYNAMIC as FP8_DYNAMIC  # what `export` writes and this file reads
 from .shards import Stored
 
 _DTYPES: dict[str, np.dtype[Any]] = {
