@@ -74,12 +74,13 @@ def loaded(name: str, folder: Path) -> Any:
     """A model; one without a tokenizer gets a byte-level one."""
     from dllm_jax.loading.load import load
     from dllm_jax.loading.model import TokenizerSource
-    from dllm_jax.structured.tokens import _byte_of_char
+    from dllm_jax.structured.tokens import _bytes_of_chars
 
     model = load(name)
     if model.tokenizer_source is not None:
         return model
-    chars = {byte: char for char, byte in _byte_of_char().items()}
+    chars = {byte: chr(byte) for byte in range(256)}
+    chars |= {byte: chr(char) for char, byte in _bytes_of_chars().items() if byte < 256}
     words, mask = vocabulary(model.config.vocab_size), model.config.mask_token_id
     words[mask] = None
     names = ["".join(chars[byte] for byte in one) for one in words if one is not None]

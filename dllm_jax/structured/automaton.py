@@ -91,6 +91,7 @@ def spellings(spelt: Sequence[bytes | None], first: Mapping[int, bytes] | None =
     order = sorted((i for i, one in enumerate(spelt) if one), key=lambda i: spelt[i] or b"")
     texts = [spelt[i] or b"" for i in order]
     sizes = np.array([len(one) for one in texts], np.int32)
+    letters_of_all, starts = np.frombuffer(b"".join(texts), np.uint8), np.cumsum(sizes) - sizes
     nodes = np.zeros(len(texts), np.int32)
     levels = []
     rows = np.arange(len(texts))  # those that are at least so long
@@ -98,7 +99,7 @@ def spellings(spelt: Sequence[bytes | None], first: Mapping[int, bytes] | None =
     for depth in range(int(sizes.max(initial=0))):
         longer = sizes[rows] > depth
         rows, before = rows[longer], before[longer]
-        letters = np.fromiter((texts[i][depth] for i in rows), np.uint8, len(rows))
+        letters = letters_of_all[starts[rows] + depth]
         is_new = np.ones(len(rows), bool)
         is_new[1:] = (before[1:] != before[:-1]) | (letters[1:] != letters[:-1])
         levels.append((before[is_new].astype(np.int32), letters[is_new]))

@@ -1,7 +1,6 @@
 """The bytes that each id of a tokenizer stands for."""
 
 import functools
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -20,8 +19,7 @@ def token_bytes(tokenizer: Any) -> list[bytes | None]:
         raise ValueError(
             f"the bytes of {type(tokenizer).__name__}'s tokens are not known; use a fast tokenizer"
         )
-    decoder = json.dumps(json.loads(backend.to_str()).get("decoder"))
-    is_byte_level = '"ByteLevel"' in decoder
+    is_byte_level = "ByteLevel" in repr(backend.decoder)
     special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
     found: list[bytes | None] = [None] * len(tokenizer)
     for text, number in tokenizer.get_vocab().items():
@@ -50,14 +48,15 @@ def first_bytes(tokenizer: Any, spelt: Sequence[bytes | None]) -> dict[int, byte
 
 
 def _of_byte_level(text: str) -> bytes | None:
-    table = _byte_of_char()
-    return bytes(table[c] for c in text) if all(c in table for c in text) else None
+    try:
+        return text.translate(_bytes_of_chars()).encode("latin-1")
+    except UnicodeEncodeError:  # a character that stands for no byte
+        return None
 
 
 @functools.cache
-def _byte_of_char() -> dict[str, int]:
-    """The characters that byte-level vocabularies write bytes with."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+def _bytes_of_chars() -> dict[int, int]:
+    """Bytes by the characters that byte-level vocabularies write them with; 256 for no byte."""
+    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in plain]
-    table = {chr(byte): byte for byte in plain}
-    return table | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return dict.fromkeys(others, 256) | {256 + i: byte for i, byte in enumerate(others)}

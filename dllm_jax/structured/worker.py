@@ -63,7 +63,7 @@ class Worker:
             ValueError: It cannot be compiled, or takes too much time or memory.
             WorkerFault: The compiler failed.
         """
-        process: Any = self._process or self._start()
+        process: Any = self._process or self.start()
         try:
             _put(process.stdin, (constraint, stops))
             refusal, fault, found = pickle.load(process.stdout)
@@ -95,7 +95,8 @@ class Worker:
                 process.kill()
                 return process.wait()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the process; its first compilation waits until it has read the vocabulary."""
         paths = json.dumps([path or os.getcwd() for path in sys.path])
         process = self._process = subprocess.Popen(
             [sys.executable, "-c", _CHILD, paths],

@@ -60,7 +60,8 @@ def served(llm: Any) -> Served:
 
     tokenizer = llm.model.tokenizer
     marks = {} if tokenizer is None else mark_ids(tokenizer.get_added_vocab())
-    llm.constraints.is_apart = True
+    if tokenizer is not None:
+        llm.constraints.compile_apart()
     facts = facts_of(llm)
     return Served(llm.engine, facts, tokenizer, request, read, missing, _device_bytes, walk=walk)
 
