@@ -305,7 +305,8 @@ def _facts(table, mask):
 
 
 def _seen(table, mask):
-    return sees(mask, table, PAGE), mask.context_len, mask.sees_fresh()
+    T = mask.cell.shape[1]
+    return sees(mask, table, PAGE, T), mask.context_len, mask.sees_fresh(T)
 
 
 def _kernel(tiling, rules, interpret):

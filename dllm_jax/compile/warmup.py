@@ -74,15 +74,15 @@ def warm_up(
         runner.memory.check()
     if runner.state is None:
         runner.reset()
-    for item in work:
+    if bound:
+        runner.expect(grammars.USUAL)
+    for item in [*work, *bound]:
         runner.run(item.call(runner))
     runner.wait()
     if calibrate:
         runner.cost = timing.calibrate(runner)
     if not runner.device.is_shared:
         runner.compile_in_background = compile_grammars
-        if bound:
-            runner.expect(grammars.USUAL)
     runner.is_warm = True
 
 

@@ -155,7 +155,8 @@ def swiglu(
     if isinstance(w_down, Fp8Matrix) and ops.axis is None and ops.split_matmul is None:
         reader = w_down
     dtype = dtype if dtype is not None or isinstance(x, Fp8Rows) else x.dtype
-    inner = gated_matmul(x, w_gate_up, dtype=dtype, reader=reader, implementation=ops.gated_matmul)
+    how = {"one_rounding": ops.one_rounding, "implementation": ops.gated_matmul}
+    inner = gated_matmul(x, w_gate_up, dtype=dtype, reader=reader, **how)
     if isinstance(inner, Fp8Groups):
         return split_matmul(inner, w_down, dtype=dtype)
     how = {"axis": ops.axis, "one_rounding": ops.one_rounding}

@@ -259,8 +259,11 @@ def _check_invariant(
             and model.kv_scales is None,
             "weights and a cache that are not quantised",
         ),
-        (not aux, "a strategy without a drafter"),
-        (W % 16 == 0, f"a window of a multiple of 16 cells, not {W}"),
+        (not aux or strategy.holds_constraints, 'acceptance="match"'),
+        (
+            strategy.needs.token_a_step or W % 16 == 0,
+            f"a window of a multiple of 16 cells, not {W}",
+        ),
         (len(config.page_buckets or (1,)) == 1, "one size of page_buckets"),
         (
             all(size % TILE_OF_KEYS == 0 for size in config.prefill_buckets or ()),

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from dllm_jax.kernels.kv_write import fp8, page_slots, write_rows
 from dllm_jax.kernels.layer import LayerOps
-from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
+from dllm_jax.kernels.paged_attention import TILE, WindowMask, paged_attention, whole_tile
 from dllm_jax.loading.model import Model
 from dllm_jax.models.head import Unembed
 from dllm_jax.models.sharding import first_of, total
@@ -121,6 +121,8 @@ class ModelForward:
         positions = buffer.start[:, None] + cell
         if isinstance(inputs, Taps):
             return self._tapped(state, inputs, positions, live, cells)
+        # Pieces of prompts begin where a tile of keys does.
+        in_tile = self.one_rounding and causal is True and cell.shape[1] < TILE
         causal, size = _by_row_or_block(causal, B), S
         if isinstance(visible, np.ndarray) and visible.all() and causal.ndim == 1:
             visible, size = None, K * S  # one block, of which a kernel needs no table
@@ -136,7 +138,8 @@ class ModelForward:
         )
         fresh: list[tuple[Array, Array]] = []
         x = self._embed_inputs(state, inputs, cells)
-        attend, more = self._attention(state, mask, fresh), self._trunk_options(mask, mode, S)
+        attend = self._attention(state, mask, fresh, in_tile)
+        more = self._trunk_options(mask, mode, S)
         rows, taps = arch.trunk(
             self.model.params, self.model.config, x, positions, attend, hidden_layers, **more
         )
@@ -144,9 +147,17 @@ class ModelForward:
         return self._output(state, kept, live, rows, taps, cells)
 
     def _attention(
-        self, state: DecodeState, mask: WindowMask, fresh: list[tuple[Array, Array]]
+        self,
+        state: DecodeState,
+        mask: WindowMask,
+        fresh: list[tuple[Array, Array]],
+        in_tile: bool,
     ) -> Callable[..., Any]:
-        """The trunk's attention. It appends the keys and values of each layer to `fresh`."""
+        """The trunk's attention. It appends the keys and values of each layer to `fresh`.
+
+        Args:
+            in_tile: A row's bits do not depend on the cell that the window begins with.
+        """
         arch = self.model.arch
 
         def attend(layer: int, q: Array, k: Array, v: Array, **how: bool) -> Any:
@@ -161,6 +172,8 @@ class ModelForward:
                 window, in_order, by_block, scale = arch.layer_view(self.model.config, layer)
                 causal = mask.causal | in_order
                 seen = mask.replace(window=window, causal=causal, by_block=by_block)
+            if in_tile:
+                k, v, seen = whole_tile(k, v, k_pages, v_pages, state.page_table, seen)
             return paged_attention(
                 q,
                 k,

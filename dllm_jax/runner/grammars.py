@@ -264,14 +264,20 @@ def _shapes(of: Sizes, num_ids: int) -> dict[str, tuple[tuple[int, ...], Any]]:
     }
 
 
+def blank(of: Sizes, num_ids: int) -> Grammar:
+    """The arrays of one slot, all zeros."""
+    leaves: dict[str, Any] = {}
+    for name, (shape, dtype) in _shapes(of, num_ids).items():
+        leaves[name] = np.zeros(shape, dtype)
+    return Grammar(**leaves, num_labels=of.labels)
+
+
 def padded(given: Ready, to: Sizes) -> Grammar:
     """A grammar of one slot, filled up to a bucket."""
-    leaves = {}
-    for name, (shape, dtype) in _shapes(to, len(given.class_of)).items():
-        own = given.arrays[name]
-        leaves[name] = np.zeros(shape, dtype)
-        leaves[name][tuple(map(slice, own.shape))] = own
-    return Grammar(**leaves, num_labels=to.labels)
+    grammar = blank(to, len(given.class_of))
+    for name, own in given.arrays.items():
+        getattr(grammar, name)[tuple(map(slice, own.shape))] = own
+    return grammar
 
 
 def num_bytes(given: Ready) -> int:

@@ -37,6 +37,7 @@ from dllm_jax.strategies.core.draw import Shard, drawn_law, normaliser, settled,
 from dllm_jax.strategies.core.protocol import Readout, TokenStats
 from dllm_jax.strategies.core.state import Sampling
 
+LEAST_ROWS = 16  # of a slot read at once with one rounding: its windows differ in width
 ROWS_DRAWN = 128  # of them at once: cuts and noise take several times the memory of the logits
 LAW_ROWS = 512  # at once: 537 MB of logits at 262k ids, which an H200 makes in the time of 3 reads
 KERNEL_LAW_ROWS = 1024  # of which a kernel leaves no logits: 537 MB of weights
@@ -192,8 +193,8 @@ def read_stats(reader: Reader, hidden: Float[Array, "R D"], ask: Readout) -> Tok
         # Every chunk reads the head again, and a device's part of it has fewer logits a row.
         whole = FEW_ROWS * (1 if shard is None else jax.lax.axis_size(shard.axis))
         rows = hidden, each, away
-        if reader.one_rounding:  # a slot at a time
-            return in_chunks(one, rows, of_slot, of_slot)
+        if reader.one_rounding:
+            return _slot_by_slot(one, rows, of_slot)
         return in_chunks(one, rows, whole=whole)
 
     # The kernels read the whole vocabulary out: no allowed ids, no vocabulary over several devices.
@@ -240,6 +241,22 @@ def read_stats(reader: Reader, hidden: Float[Array, "R D"], ask: Readout) -> Tok
         )
 
     return jax.lax.cond(jnp.all(plain), all_plain, some_drawn)
+
+
+def _slot_by_slot(fn: Callable[[Any], Any], rows: Any, of_slot: int) -> Any:
+    """`fn` over the rows of one slot at a time; of fewer than 16 rows the last is repeated."""
+    size = -(-of_slot // LEAST_ROWS) * LEAST_ROWS
+    if size == of_slot:
+        return in_chunks(fn, rows, size, size)
+    slots = jax.tree.leaves(rows)[0].shape[0] // of_slot
+    at = np.arange(slots)[:, None] * of_slot + np.minimum(np.arange(size), of_slot - 1)
+    found = in_chunks(fn, jax.tree.map(lambda leaf: leaf[at.reshape(-1)], rows), size, size)
+
+    def kept(leaf: Array) -> Array:
+        own = leaf.reshape(slots, size, *leaf.shape[1:])[:, :of_slot]
+        return own.reshape(slots * of_slot, *leaf.shape[1:])
+
+    return jax.tree.map(kept, found)
 
 
 def ids_of(logits: Array, shard: Shard | None) -> Int[Array, " V"]:

@@ -273,7 +273,12 @@ class ModelRunner(Dispatch):
         return True
 
     def expect(self, sizes: grammars.Sizes) -> None:
-        """Take grammars of these sizes, whose programs are compiled, for the usual ones."""
+        """Take grammars of these sizes, whose programs are compiled, for the usual ones.
+
+        No slot has one, but they have their memory, and what puts them there is compiled.
+        """
+        row = jax.tree.leaves(grammars.blank(sizes, self.programs.spec.vocab_size))
+        self.submit(self.device.bind, 0, sizes, row, 0)
         self._bucket = sizes
         self._preparing[sizes] = done = Future()
         done.set_result(None)

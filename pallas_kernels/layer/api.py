@@ -287,8 +287,8 @@ def qkv_matmul(
     Args:
         x: Rows; with an `Fp8Matrix` they are rounded to 8 bits unless they already are.
         dtype: With an `Fp8Matrix`, the type of the resulting rows; None for that of `x`.
-        one_rounding: With "mosaic" and 16 bits, split the depth into the same segments for any
-            number of rows, so that a row's bits do not depend on it.
+        one_rounding: With "mosaic" and 16 bits, take any number of rows, and split the depth into
+            the same segments for all, so that a row's bits do not depend on it.
         implementation: "xla" (any device), "mosaic" (Hopper, 16-bit, jax 0.11; up to 128 rows, or a
             multiple of 128), or None for the faster one.
 
@@ -317,6 +317,8 @@ def qkv_matmul(
 def _product(x: Array, w: Array, one_rounding: bool) -> BackEnd:
     """Mosaic's 16-bit product: float32 parts for few rows, whole rows for many."""
     rows, segments = _num_rows(x), mosaic.segments(w) if one_rounding else None
+    if one_rounding and (spare := _spare_rows(rows)):
+        return _with_spare(_product(_grown(x, spare), w, True), spare)
     if rows <= mosaic.MOST_ROWS:
         tiling = mosaic.choose_tiling(x, w, splits=segments)
         reason = mosaic.unsupported(x) or mosaic.unsupported_product(x, w, tiling)
@@ -333,6 +335,26 @@ def _product(x: Array, w: Array, one_rounding: bool) -> BackEnd:
 
     is_fast = rows <= MOSAIC_PRODUCT_ROWS and _is_within(w, MOSAIC_WEIGHTS)
     return BackEnd(many, reason, is_fast)
+
+
+def _spare_rows(rows: int) -> int:
+    """Rows that are missing to a number that products by Mosaic take."""
+    return -rows % (mosaic.ROW_MULTIPLE if rows <= mosaic.MOST_ROWS else mosaic.MOST_ROWS)
+
+
+def _grown(x: Array, spare: int) -> Any:
+    """Like rows, with more of them."""
+    return jax.ShapeDtypeStruct((_num_rows(x) + spare, x.shape[-1]), x.dtype)
+
+
+def _with_spare(kernel: BackEnd, spare: int) -> BackEnd:
+    """A product of rows and as many more, which are dropped."""
+
+    def run(x: Array, w: Array) -> Array:
+        out = kernel.run(jnp.pad(x.reshape(-1, x.shape[-1]), ((0, spare), (0, 0))), w)
+        return out[..., :-spare, :].reshape(*out.shape[:-2], *x.shape[:-1], -1)
+
+    return kernel._replace(run=run)
 
 
 def split_matmul(
@@ -377,12 +399,13 @@ def gated_matmul(
     *,
     dtype: jax.typing.DTypeLike | None = None,
     reader: Fp8Matrix | None = None,
+    one_rounding: bool = False,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*M C*W"] | Fp8Groups:
     """`silu(x Wg) * (x Wu)`, with gate and up interleaved in `w` (Shazeer 2020, eq. 6).
 
     Args:
-        x, dtype: As in `qkv_matmul`.
+        x, dtype, one_rounding: As in `qkv_matmul`.
         w: Gate and up alternate every W columns, so that a tile holds matching columns of both.
         reader: The matrix of the `split_matmul` that follows. If that product is fastest with
             `Fp8Groups`, the result has this form.
@@ -406,7 +429,10 @@ def gated_matmul(
     flat = x.reshape(-1, x.shape[-1])
     if dispatch.is_plain(implementation):
         return reference.gated_matmul(flat, w).reshape(*x.shape[:-1], -1)
-    kernel = _many_rows(flat, w) if len(flat) > mosaic.MOST_ROWS else _few_rows(flat, w)
+    spare = _spare_rows(len(flat)) if one_rounding else 0
+    whole = _grown(flat, spare)
+    kernel = _many_rows(whole, w) if len(whole) > mosaic.MOST_ROWS else _few_rows(whole, w)
+    kernel = _with_spare(kernel, spare) if spare else kernel
     back_ends = {"mosaic": kernel, "xla": BackEnd(reference.gated_matmul)}
     return dispatch.run(implementation, back_ends, flat, w).reshape(*x.shape[:-1], -1)
 

@@ -28,7 +28,7 @@ from .routed import RoutedRows
 
 _ROWS = 64  # rows of a warpgroup's product
 MOST_ROWS = 2 * _ROWS  # the registers hold the sums of two warpgroups
-_ROW_MULTIPLE = 8  # rows of a swizzled tile
+ROW_MULTIPLE = 8  # rows of a swizzled tile
 _STEP = 64  # least columns of a tile
 _LINE_BYTES = 128  # depth of a tile: the longest line that can be swizzled
 _LINE = 16  # 16-bit columns of the shortest line that can be swizzled
@@ -118,8 +118,8 @@ def unsupported_product(x: Array, w: Array | Fp8Matrix, tiling: Tiling | None) -
     rows = _num_rows(x)
     if reason := unsupported_pair(x, w):
         return reason
-    if rows > MOST_ROWS or rows % _ROW_MULTIPLE:
-        return f"needs a multiple of {_ROW_MULTIPLE} rows, at most {MOST_ROWS}, got {rows}"
+    if rows > MOST_ROWS or rows % ROW_MULTIPLE:
+        return f"needs a multiple of {ROW_MULTIPLE} rows, at most {MOST_ROWS}, got {rows}"
     if tiling is None:
         tiles = f"tiles of {_STEP} columns or more, at most {MULTIPROCESSORS} side by side"
         return f"needs whole {tiles}, got {w.shape}"

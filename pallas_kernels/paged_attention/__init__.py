@@ -1,6 +1,6 @@
 """Attention of a window over its paged context and its own fresh keys."""
 
 from .api import paged_attention
-from .mask import WindowMask
+from .mask import TILE, WindowMask, whole_tile
 
-__all__ = ["WindowMask", "paged_attention"]
+__all__ = ["TILE", "WindowMask", "paged_attention", "whole_tile"]

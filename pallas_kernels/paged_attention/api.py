@@ -36,8 +36,8 @@ XLA_SCORES = 4_000_000
 
 def paged_attention(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B T G H"],
-    v: Float[Array, "B T G H"],
+    k: Float[Array, "B U G H"],
+    v: Float[Array, "B U G H"],
     k_pages: Float[Array, "P G Z H"],
     v_pages: Float[Array, "P G Z H"] | Float[Array, "P G H Z"],
     page_table: Int[Array, "B C"],
@@ -52,7 +52,8 @@ def paged_attention(
     """Attention of the window's rows over cached pages and fresh keys, softmax in float32.
 
     Args:
-        q, k, v: Rotated queries and fresh keys and values of the computed rows.
+        q, k, v: Rotated queries and fresh keys and values: of the computed rows, U = T, or as
+            `mask.whole_tile` returns them.
         k_pages, v_pages: The pools of this layer, which are only read. Values of 8 bits, and no
             others, are [P G H Z] (`kv_write.fp8.is_token_last`).
         page_table: Pages of each sequence in order of position; -1 for a missing page.
@@ -63,7 +64,8 @@ def paged_attention(
         is_quantized: Allow rows in 8 bits with a scale for each head of a row. They are returned
             if the kernel can round them in the same launch.
         one_rounding: With "mosaic", split the keys alike for any number of sequences, and for any
-            number of rows from 128 on, so that a row's bits do not depend on them.
+            number of rows from 128 on, so that a row's bits do not depend on them; after
+            `whole_tile` for any number of rows.
         implementation: "xla" (any device, the reference), "cudnn" (NVIDIA GPU, 16-bit), "mosaic"
             (Hopper, bfloat16, jax 0.11), or None for the fastest that supports the arguments.
 
@@ -82,7 +84,9 @@ def paged_attention(
     if is_quantized:
         own = own._replace(run=functools.partial(own.run, is_quantized=True))
     if one_rounding and not own.unsupported:
-        tiling = choose_alike(q, k_pages, page_table)
+        tiling = choose_alike(q, k_pages, page_table, mask.keys_from_0)
+        if mask.keys_from_0 and tiling.splits > 1:  # shares of the keys follow a window's beginning
+            own = own._replace(unsupported="needs keys that no blocks share; use fewer tokens")
         own = own._replace(run=functools.partial(own.run, tiling=tiling))
     back_ends["mosaic"] = own
     return dispatch.run(implementation, back_ends, *arguments, scale=scale, kv_scales=kv_scales)

@@ -41,7 +41,7 @@ def attention(
     if kv_scales is not None:  # powers of two: products are exact in bfloat16
         k_scale, v_scale = (own.astype(q.dtype)[None, None, :, None] for own in kv_scales)
         keys, values = keys.astype(q.dtype) * k_scale, values.astype(q.dtype) * v_scale
-    visible = sees(mask, page_table, Z)
+    visible = sees(mask, page_table, Z, k.shape[1])
     return jax.nn.dot_product_attention(
         q, keys, values, mask=visible[:, None], scale=scale, implementation="cudnn"
     )

@@ -4,7 +4,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
+
+TILE = 128  # positions; kernels' tiles of keys divide it
+_HALF = 64
 
 
 class Rules(NamedTuple):
@@ -18,6 +21,7 @@ class Rules(NamedTuple):
     window: int | None
     by_block: bool
     orders: bool
+    keys_from_0: bool
 
 
 class WindowMask(struct.PyTreeNode):
@@ -39,6 +43,8 @@ class WindowMask(struct.PyTreeNode):
             block, and see all of their block.
         context_is_before: Cached keys end at or before the position of cell 0. A static fact, true
             for the default `context_len`.
+        keys_from_0: Fresh keys are those of the cells from 0 on, of any number (`whole_tile`);
+            otherwise those of the computed rows.
     """
 
     cell: Int[Array, "B T"]
@@ -51,11 +57,13 @@ class WindowMask(struct.PyTreeNode):
     window: int | None = struct.field(pytree_node=False, default=None)
     by_block: bool = struct.field(pytree_node=False, default=False)
     context_is_before: bool = struct.field(pytree_node=False, default=False)
+    keys_from_0: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def rules(self) -> Rules:
         """The static facts of the mask."""
-        return Rules(self.block_size, self.window, self.by_block, self.causal.ndim > 1)
+        orders = self.causal.ndim > 1
+        return Rules(self.block_size, self.window, self.by_block, orders, self.keys_from_0)
 
     def rows_live(self) -> Bool[Array, "B T"]:
         """Which computed rows are live."""
@@ -83,20 +91,21 @@ class WindowMask(struct.PyTreeNode):
         near = self._is_near(j - position)
         return cached & in_order & near & self.rows_live()[:, :, None]
 
-    def sees_fresh(self) -> Bool[Array, "B T T"]:
-        """Whether row i sees the fresh key of row j."""
-        live = self.rows_live()
-        block = self.cell // self.block_size
+    def sees_fresh(self, num_keys: int) -> Bool[Array, "B T U"]:
+        """Whether row i sees fresh key j."""
+        keys = self.replace(cell=jnp.arange(num_keys)[None]) if self.keys_from_0 else self
+        block, theirs = self.cell // self.block_size, keys.cell // self.block_size
         if self.visible is None:
-            pairs = block[:, None, :] <= block[:, :, None]
+            pairs = theirs[:, None, :] <= block[:, :, None]
         else:
-            block = jnp.clip(block, 0, self.visible.shape[1] - 1)
+            block, theirs = (jnp.clip(x, 0, self.visible.shape[1] - 1) for x in (block, theirs))
             visible = jnp.broadcast_to(self.visible, (len(block), *self.visible.shape[1:]))
             rows = jnp.take_along_axis(visible, block[:, :, None], axis=1)
-            pairs = jnp.take_along_axis(rows, block[:, None, :], axis=2)
-        ahead = self.cell[:, None, :] - self.cell[:, :, None]
+            pairs = jnp.take_along_axis(rows, theirs[:, None, :], axis=2)
+        ahead = keys.cell[:, None, :] - self.cell[:, :, None]
         in_order = ~self.rows_in_order() | (ahead <= 0)
-        return pairs & in_order & self._is_near(ahead) & live[:, :, None] & live[:, None, :]
+        live = self.rows_live()[:, :, None] & keys.rows_live()[:, None, :]
+        return pairs & in_order & self._is_near(ahead) & live
 
     def _is_near(self, ahead: Int[Array, "B T U"]) -> Bool[Array, "B T U"]:
         """Whether keys that are `ahead` positions after each row lie within its window."""
@@ -131,11 +140,51 @@ def within_reach(
     return mask.replace(start=start, context_len=context_len), near
 
 
-def sees(mask: WindowMask, page_table: Int[Array, "B C"], page_size: int) -> Bool[Array, "B T U"]:
+def whole_tile(
+    k: Float[Array, "B T G H"],
+    v: Float[Array, "B T G H"],
+    k_pages: Float[Array, "P G Z H"],
+    v_pages: Float[Array, "P G Z H"],
+    page_table: Int[Array, "B C"],
+    mask: WindowMask,
+) -> tuple[Float[Array, "B U G H"], Float[Array, "B U G H"], WindowMask]:
+    """Fresh keys and values from the last multiple of `TILE` positions on, cached ones first.
+
+    Kernels divide keys into tiles from there, so a row has the same keys in a tile wherever its
+    window begins. Cell 0 is then at that multiple. For windows whose first cell is live.
+    """
+    T, Z, C = k.shape[1], k_pages.shape[2], page_table.shape[1]
+    before = mask.start % TILE
+    begin = mask.start - before
+    cell = jnp.arange(TILE + -(-T // _HALF) * _HALF, dtype=jnp.int32)[None]
+    position = begin[:, None] + cell
+    page = jnp.take_along_axis(page_table, jnp.minimum(position // Z, C - 1), axis=1)
+    is_cached = (cell < before[:, None])[..., None, None]
+    own = jnp.clip(cell - before[:, None], 0, T - 1)[..., None, None]
+
+    def joined(fresh: Array, pages: Array) -> Array:
+        cached = pages.at[jnp.maximum(page, 0), :, position % Z].get(mode="clip")
+        return jnp.where(is_cached, cached, jnp.take_along_axis(fresh, own, axis=1))
+
+    first, end = mask.live[:, 0], mask.live[:, 1]
+    end = jnp.where(first < end, before + end, 0)
+    mask = mask.replace(
+        cell=before[:, None] + mask.cell,
+        start=begin,
+        live=jnp.stack([jnp.zeros_like(end), end], axis=1),
+        context_len=jnp.minimum(mask.context_len, begin),
+        keys_from_0=True,
+    )
+    return joined(k, k_pages), joined(v, v_pages), mask
+
+
+def sees(
+    mask: WindowMask, page_table: Int[Array, "B C"], page_size: int, num_keys: int
+) -> Bool[Array, "B T U"]:
     """The full mask over the gathered context, then fresh keys."""
     context = mask.sees_context(page_table.shape[1] * page_size)
     present = jnp.repeat(page_table >= 0, page_size, axis=1)[:, None, :]
-    return jnp.concatenate([context & present, mask.sees_fresh()], axis=-1)
+    return jnp.concatenate([context & present, mask.sees_fresh(num_keys)], axis=-1)
 
 
 def facts(mask: WindowMask, page_table: Array, page_size: int) -> Int[Array, "B 8"]:

@@ -101,7 +101,9 @@ def attention(
     rows = q.shape[1]
     spare = _spare_rows(rows, k.dtype.itemsize == 1, interpret is not None)
     if spare:
-        q, k, v = (jnp.pad(x, ((0, 0), (0, spare), (0, 0), (0, 0))) for x in (q, k, v))
+        few = (q,) if mask.keys_from_0 else (q, k, v)
+        q, *more = (jnp.pad(x, ((0, 0), (0, spare), (0, 0), (0, 0))) for x in few)
+        k, v = more or (k, v)
     mask, page_table = within_reach(mask, page_table, k_pages.shape[2])
     tiling = choose_tiling(q, k_pages, page_table) if tiling is None else tiling
     bits = None
@@ -227,7 +229,7 @@ def _scratch(
     """
     T, H = whole_tiles(q.shape[1]), q.shape[3]
     keys, stages, consumers = tiling.keys, tiling.stages, tiling.consumers
-    is_quantized, loads = kind == FP8, loads_of(keys, T, Z)
+    is_quantized, loads = kind == FP8, loads_of(keys, whole_tiles(k.shape[1]), Z)
     of_keys, value_loads = hopper.swizzled(H, k.dtype), loads
     values, of_values = (keys, H), of_keys
     if k.dtype.itemsize == 1:  # tokens last, page by page

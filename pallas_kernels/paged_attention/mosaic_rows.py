@@ -9,7 +9,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from .mosaic_tiles import FAR, ROWS, Block, Work, in_order, page_of, whole, window_cell
+from .mosaic_tiles import (
+    FAR,
+    ROWS,
+    Block,
+    Work,
+    in_order,
+    key_cell,
+    page_of,
+    whole,
+    window_cell,
+)
 
 LAYOUT = plgpu.Layout.WGMMA
 
@@ -107,10 +117,11 @@ class Sight:
         """Whether rows see the keys of a tile of the window."""
         block, work = self.rows.block, self.rows.work
         rules, facts = block.rules, work.facts
-        first = facts.cell_0 + (i - work.cached_tiles + work.fresh_first) * block.tiling.keys
+        key_0 = key_cell(block, facts)
+        first = key_0 + (i - work.cached_tiles + work.fresh_first) * block.tiling.keys
         theirs = _columns_from(first, shape)
         seen = theirs >= facts.first
-        seen &= theirs < jnp.minimum(facts.end, facts.cell_0 + block.q.shape[1])
+        seen &= theirs < jnp.minimum(facts.end, key_0 + block.num_fresh)
         seen &= theirs <= down(self.last_fresh, shape)
         if self.bits is not None:
             theirs_in = jax.lax.div(theirs, whole(rules.block_size))

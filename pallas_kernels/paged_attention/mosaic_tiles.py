@@ -44,6 +44,11 @@ class Block:
         return self.q.shape[2] // self.pools[0].shape[1]
 
     @property
+    def num_fresh(self) -> int:
+        """Fresh keys of a sequence."""
+        return self.fresh[0].shape[1]
+
+    @property
     def units(self) -> int:
         """Units of a warpgroup's rows; unit u is tokens [u // n * chunk, + chunk) of head u % n."""
         return ROWS // self.chunk
@@ -154,7 +159,7 @@ def work_of(block: Block, place: tuple[Array, Array, Array], before: Array | Non
     fresh_middle = fresh_low
     # Fresh keys that every row sees come first, in a loop without a mask. For a single tile this
     # loop would not repay its compilation time.
-    if block.bits is None and block.tiling.keys < T:
+    if block.bits is None and block.tiling.keys < block.num_fresh:
         plain = _plain_fresh_tiles(block, facts, live[0], fresh_first, near)
         fresh_middle = jnp.clip(cached_tiles + plain, fresh_low, fresh_high)
     plain_low = cached_low
@@ -215,25 +220,30 @@ def _cached_tiles(block, facts, live, is_used):
 
 def _fresh_tiles(block, facts, last_live, is_used):
     """Number of the window's tiles that rows see, and the first of them."""
-    T, keys = block.q.shape[1], block.tiling.keys
+    keys, key_0 = block.tiling.keys, key_cell(block, facts)
     reach = _reach(block.rules, facts, last_live)
     reach = facts.end if block.bits is not None else reach
-    reach = jnp.minimum(reach, facts.cell_0 + T) - facts.cell_0
-    fresh_first = jax.lax.div(jnp.maximum(facts.first - facts.cell_0, 0), whole(keys))
+    reach = jnp.minimum(reach, key_0 + block.num_fresh) - key_0
+    fresh_first = jax.lax.div(jnp.maximum(facts.first - key_0, 0), whole(keys))
     tiles = jnp.maximum(_ceil_div(reach, keys) - fresh_first, 0)
     return jnp.where(is_used, tiles, 0), fresh_first
 
 
 def _plain_fresh_tiles(block, facts, first_live, fresh_first, near):
     """Number of the window's first tiles that every row sees."""
-    T, keys, rules = block.q.shape[1], block.tiling.keys, block.rules
+    keys, rules, key_0 = block.tiling.keys, block.rules, key_cell(block, facts)
     plain = _reach(rules, facts, first_live)
     if rules.window is not None and not rules.by_block:
         plain = jnp.minimum(plain, first_live + rules.window)
-    plain = jnp.minimum(plain, facts.cell_0 + T) - facts.cell_0
+    plain = jnp.minimum(plain, key_0 + block.num_fresh) - key_0
     plain = jax.lax.div(plain, whole(keys)) - fresh_first
-    is_seen = jnp.maximum(facts.first, near) <= facts.cell_0 + fresh_first * keys
+    is_seen = jnp.maximum(facts.first, near) <= key_0 + fresh_first * keys
     return jnp.where(is_seen, plain, 0)
+
+
+def key_cell(block: Block, facts: Facts) -> Array:
+    """The cell of the first fresh key."""
+    return whole(0) if block.rules.keys_from_0 else facts.cell_0
 
 
 def _reach(rules, facts, cell):
@@ -312,7 +322,7 @@ def _bring(block: Block, work: Work, is_cached: bool, i, _):
             places, tokens = _cached_boxes(block, work, i)
             _fill(block, ring, arrived, [array.at[*place, tokens] for place in places])
         else:
-            box = math.gcd(whole_tiles(block.q.shape[1]), tiling.keys)
+            box = math.gcd(whole_tiles(block.num_fresh), tiling.keys)
             _fill(block, ring, arrived, [array.at[at] for at in _fresh_boxes(block, work, i, box)])
 
 
@@ -322,7 +332,7 @@ def _fill(block: Block, buffer, arrived, sources) -> None:
     for place, source in enumerate(sources):
         part = buffer if size == keys else buffer.at[pl.ds(place * size, size)]
         plgpu.copy_gmem_to_smem(source, part, arrived)
-    loads = loads_of(keys, whole_tiles(block.q.shape[1]), block.pools[0].shape[2])
+    loads = loads_of(keys, whole_tiles(block.num_fresh), block.pools[0].shape[2])
     for _spare in range(loads - len(sources)):  # the barrier counts loads
         plgpu.barrier_arrive(arrived)
 
@@ -344,7 +354,7 @@ def _fresh_boxes(block: Block, work: Work, i, box: int):
     Copies of the last box fill the tile past the last key: the product needs whole tiles of finite
     values, and the mask hides the copies.
     """
-    T, keys = whole_tiles(block.q.shape[1]), block.tiling.keys
+    T, keys = whole_tiles(block.num_fresh), block.tiling.keys
     token = (i - work.cached_tiles + work.fresh_first) * keys
     tokens = [jnp.minimum(token + at, T - box) for at in range(0, keys, box)]
     tokens = [pl.ds(pl.multiple_of(one, box), box) for one in tokens]

@@ -86,17 +86,20 @@ class Tiling:
         return self.splits * (2 if self.shares_keys else 1)
 
 
-def choose_alike(q: Array, k_pages: Array, page_table: Array) -> Tiling:
+def choose_alike(q: Array, k_pages: Array, page_table: Array, any_rows: bool = False) -> Tiling:
     """The division of keys for `ALIKE`, whatever the numbers of sequences and of rows from 128 on.
 
     With 128 rows or more every context is split: a row's context length differs by chunk. Where
     warpgroups have rows of their own, their number in a block changes no bits: few sequences take
     one, for twice the blocks.
+
+    Args:
+        any_rows: Whatever the number of rows (`mask.whole_tile`).
     """
     B, T = ALIKE
-    shape = B, min(T, q.shape[1]), *q.shape[2:]
+    shape = B, T if any_rows else min(T, q.shape[1]), *q.shape[2:]
     tiling = choose_tiling(jax.ShapeDtypeStruct(shape, q.dtype), k_pages, page_table)
-    if q.shape[1] >= T:
+    if shape[1] >= T:
         tiling = dataclasses.replace(tiling, unsplit_keys=0)
     if tiling.splits > 1 or tiling.shares_rows:
         return tiling

@@ -33,7 +33,7 @@ def attention(
     values = jnp.concatenate([cached, v.swapaxes(1, 2)], axis=2)
     if kv_scales is not None:  # widening 8 bits is exact
         keys, values = keys.astype(q.dtype), values.astype(q.dtype)
-    visible = sees(mask, page_table, Z)[:, None, None]
+    visible = sees(mask, page_table, Z, k.shape[1])[:, None, None]
     # The query heads of a KV head are rows of one product.
     rows = q.reshape(B, T, G, N // G, H).transpose(0, 2, 3, 1, 4).reshape(B, G, -1, H)
     scores = jnp.einsum("bgrh,bguh->bgru", rows, keys, preferred_element_type=jnp.float32)

@@ -349,7 +349,9 @@ def visible(n, window, cells=4, causal=False):
         window=window,
         by_block=True,
     )
-    return np.asarray(mask.sees_context(pages * PAGE)[0, :, :n]), np.asarray(mask.sees_fresh()[0])
+    return np.asarray(mask.sees_context(pages * PAGE)[0, :, :n]), np.asarray(
+        mask.sees_fresh(cells)[0]
+    )
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 9])
@@ -397,7 +399,7 @@ def test_pages_within_reach_hold_all_that_a_canvas_sees(window):
             got = [slots[i].ravel()[row] for row in seen[i]]
             for one, other in zip(got, want, strict=True):
                 np.testing.assert_array_equal(one, other)
-        np.testing.assert_array_equal(near.sees_fresh(), mask.sees_fresh())
+        np.testing.assert_array_equal(*(one.sees_fresh(one.cell.shape[1]) for one in (near, mask)))
     assert within_reach(mask.replace(context_is_before=False), table, PAGE)[1] is table
 
 

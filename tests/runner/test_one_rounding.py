@@ -13,21 +13,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import dllm_jax as dj
 from dllm_jax.engine.active import accept
-from dllm_jax.engine.layout import DeviceFailure, EngineConfig
+from dllm_jax.engine.layout import TILE_OF_KEYS, DeviceFailure, EngineConfig
 from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.kernels import hopper
 from dllm_jax.kernels.layer import mosaic, mosaic_many
-from dllm_jax.kernels.paged_attention import WindowMask
+from dllm_jax.kernels.layer.api import qkv_matmul
+from dllm_jax.kernels.paged_attention import TILE, WindowMask, whole_tile
 from dllm_jax.kernels.paged_attention.mosaic import attention
 from dllm_jax.kernels.paged_attention.mosaic_tiling import Tiling, choose_alike, choose_tiling
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
-from dllm_jax.runner import buckets
-from dllm_jax.strategies import MultiBD
+from dllm_jax.runner import buckets, readout
+from dllm_jax.strategies import AR, DFlash, MultiBD
+from dllm_jax.strategies.core import blocks
+from dllm_jax.strategies.core.state import StepInfo
+from dllm_jax.strategies.dflash import drafting
 from tests.contract import engine as toy
 from tests.contract import models
 from tests.contract.cases import case
@@ -92,6 +97,97 @@ def test_few_and_many_rows_are_added_up_alike(parts):
     assert np.array_equal(np.asarray(many, np.float32), np.asarray(few, np.float32))
     halves = [x[:, i::2].astype(jnp.float32) @ w[i::2].astype(jnp.float32) for i in range(2)]
     assert np.abs(np.float32(many) - sum(halves)).max() < 0.2, "and it is the product"
+
+
+class Guessing(AR):
+    """`ar` of a known text: each step judges drafts, of which each slot has other wrong ones."""
+
+    text: tuple[int, ...] = struct.field(pytree_node=False, default=())  # by position
+    block_size: int = struct.field(pytree_node=False, default=17)
+
+    def step(self, forward, state):
+        tokens, position = state.buffer.tokens, state.buffer.positions
+        B, _, S = tokens.shape
+        cell = np.broadcast_to(np.arange(S), tokens.shape)
+        slot = jnp.arange(B)[:, None, None]
+        known = jnp.asarray(self.text, jnp.int32)[jnp.minimum(position, len(self.text) - 1)]
+        guess = jnp.where(position * (slot + 3) % (7 + slot) == 0, 7, known)
+        block = jnp.where(cell == 0, tokens, guess)
+        out = forward(state, inputs=block, live=cell < S - 1, causal=True, width=S - 1)
+        truth, right = drafting.match(out, state, block, S - 1)
+        count = jnp.clip(state.buffer.limit - state.buffer.start - 1, 1, 1 + right)
+        kept = cell < count[:, None, None]
+        state = out.store(state, kept)
+        state = blocks.write(state, truth, (cell > 0) & (cell <= count[:, None, None]))
+        one = jnp.ones_like(count)
+        return state, StepInfo(commit_len=count, settled_len=count + 1, accepted=count, nfe=one)
+
+
+@pytest.mark.long
+def test_a_row_has_the_same_bits_wherever_its_window_begins():
+    """In the interpreter, among 1 and 17; not where tiles of keys begin at the window."""
+    assert TILE == TILE_OF_KEYS
+    keys = jax.random.split(jax.random.key(0), 3)
+    rows = [jax.random.normal(key, (1, 256, 2, 64), jnp.bfloat16) for key in keys]
+    pages = [x.reshape(4, 64, 2, 64).swapaxes(1, 2) for x in rows[1:]]
+    table = jnp.arange(4, dtype=jnp.int32)[None]
+
+    def attended(first, count, is_whole=True):
+        number = lambda *x: jnp.asarray([x], jnp.int32)  # noqa: E731
+        mask = WindowMask(
+            cell=number(*range(count)),
+            start=number(first)[0],
+            live=number(0, count),
+            context_len=number(first)[0],
+            visible=None,
+            causal=jnp.asarray([True]),
+            block_size=count,
+            context_is_before=True,
+        )
+        q, k, v = (x[:, first : first + count] for x in rows)
+        if is_whole:
+            k, v, mask = whole_tile(k, v, *pages, table, mask)
+        how = {"tiling": Tiling(keys=64, stages=2), "interpret": plgpu.InterpretGPUParams()}
+        out = attention(q, k, v, *pages, table, mask, **how)
+        return np.asarray(out[0], np.float32)
+
+    for first in (130, 185):
+        window = attended(first, 17)
+        for i in (0, 9, 16):
+            assert np.array_equal(attended(first + i, 1)[0], window[i])
+        assert not np.array_equal(attended(first, 17, is_whole=False), window)
+
+
+def test_a_few_rows_are_multiplied_among_whole_tiles(monkeypatch):
+    x, w = jnp.ones((3, 256), jnp.bfloat16), jnp.ones((256, 4, 4, 64), jnp.bfloat16)
+    monkeypatch.setattr(mosaic, "unsupported", lambda x: None)
+    run = mosaic.split_matmul
+
+    def shown(rows, w, **how):
+        seen.append(len(rows))
+        return run(rows, w, **how, interpret=plgpu.InterpretGPUParams())
+
+    seen = []
+    monkeypatch.setattr(mosaic, "split_matmul", shown)
+    out = qkv_matmul(x, w, one_rounding=True, implementation="mosaic")
+    assert seen == [8]
+    assert out.shape[-4:] == (3, 4, 4, 64)
+    assert float(jnp.sum(out, dtype=jnp.float32)) == 3 * 256 * 4 * 4 * 64
+
+
+def test_rows_of_a_slot_are_read_in_sixteens():
+    seen = []
+
+    def shown(rows):
+        seen.append(len(rows["x"]))
+        return {"x": rows["x"] * 2, "none": rows["none"]}
+
+    for of_slot, size in ((1, 16), (16, 16), (17, 32)):
+        x = jnp.arange(3.0 * of_slot)
+        out = readout._slot_by_slot(shown, {"x": x, "none": jnp.zeros((len(x), 0))}, of_slot)
+        assert seen.pop() == size
+        np.testing.assert_array_equal(out["x"], 2 * x)
+        assert out["none"].shape == (len(x), 0)
 
 
 def test_prompts_are_cut_alike(monkeypatch):
@@ -192,10 +288,23 @@ def test_what_cannot_keep_it_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(buckets, "is_on_cpu", lambda model: False)
     assert refused().endswith('weights in bfloat16 (dtype="bfloat16"); change that or leave it out')
     assert "a dense network" in refused(models.experts())
-    assert "a strategy without a drafter" in refused(aux={"draft": models.plain()})
+    by_chance = DFlash(draft_block_size=16, target_layer_ids=(0,), acceptance="rejection")
+    assert 'acceptance="match"' in refused(aux={"draft": models.plain()}, strategy=by_chance)
     assert "a multiple of 16 cells, not 8" in refused(strategy=STRATEGY.replace(buffer_size=2))
     assert "one size of page_buckets" in refused(page_buckets=(2, 4))
     assert "prefill_buckets of multiples of 128" in refused(prefill_buckets=(64, 128))
+
+
+def differing(pairs):
+    """Texts that are not the wanted ones, by case."""
+    return {
+        case: [i for i, (one, other) in enumerate(zip(*pair, strict=True)) if one != other]
+        for case, pair in pairs.items()
+    }
+
+
+def texts_of(llm, given, between=None):
+    return [out.outputs[0].token_ids for out in toy.run(llm.engine, given, between)]
 
 
 @pytest.mark.gpu
@@ -222,9 +331,6 @@ def test_texts_are_equal_whatever_happens_around_them(monkeypatch):
         sizes = dataclasses.replace(config, **other)
         return contextlib.closing(dj.LLM(model, "multi_bd", 32, 4, config=sizes, progress=False))
 
-    def texts(llm, given, between=None):
-        return [out.outputs[0].token_ids for out in toy.run(llm.engine, given, between)]
-
     def fail_once(engine):
         """The device fails in the middle."""
         if engine.stats().generated_tokens > 200 and not engine.stats().num_failures:
@@ -234,30 +340,86 @@ def test_texts_are_equal_whatever_happens_around_them(monkeypatch):
             monkeypatch.undo()
 
     with engine_of() as llm:
-        want = texts(llm, wishes)
+        want = texts_of(llm, wishes)
         longer = [a + b + [1, 2, 3] for a, b in zip(prompts, want, strict=True)]
         turns = [
             Request(prompt_token_ids=ids, params=p) for ids, p in zip(longer, params, strict=True)
         ]
-        found["prefix hits of the prompts"] = texts(llm, wishes)
+        found["prefix hits of the prompts"] = texts_of(llm, wishes)
         assert llm.engine.stats().prefix_hits > 0
-        found["in another order"] = texts(llm, wishes[::-1])[::-1]
-        found["alone"] = [texts(llm, [one])[0] for one in wishes]
+        found["in another order"] = texts_of(llm, wishes[::-1])[::-1]
+        found["alone"] = [texts_of(llm, [one])[0] for one in wishes]
         with toy.steps_a_chunk(8):  # fewer than a block takes
-            found["preempted at every block"] = texts(llm, wishes, toy.preempting())
+            found["preempted at every block"] = texts_of(llm, wishes, toy.preempting())
         assert llm.engine.stats().num_preemptions > 30
-        found["after a failure"] = texts(llm, wishes, fail_once)
+        found["after a failure"] = texts_of(llm, wishes, fail_once)
         assert llm.engine.stats().num_failures == 1
-        found_turns = texts(llm, turns)
+        found_turns = texts_of(llm, turns)
     more = {"prefill_buckets": (128,), "enable_prefix_caching": False, "num_pages": 20}
     with engine_of(**more) as llm:
-        found["pieces of 128 and a short pool"] = texts(llm, wishes)
+        found["pieces of 128 and a short pool"] = texts_of(llm, wishes)
         assert llm.engine.stats().num_preemptions > 0
-        want_turns = texts(llm, turns)
+        want_turns = texts_of(llm, turns)
     pairs = {case: (got, want) for case, got in found.items()}
     pairs["a second turn behind written text"] = found_turns, want_turns
-    differ = {
-        case: [i for i, (one, other) in enumerate(zip(*pair, strict=True)) if one != other]
-        for case, pair in pairs.items()
-    }
-    assert not any(differ.values()), f"texts that differ, by case: {differ}"
+    assert not any(differing(pairs).values()), f"texts that differ: {differing(pairs)}"
+
+
+@pytest.mark.long
+def test_guesses_change_no_text_in_float32():
+    """The strategy of the test below is right."""
+    llm = dj.LLM("builtin:tiny-qwen3", "ar", progress=False, dtype="float32")
+    prompt = [5, 9, 12, 30, 7, 7, 100]
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    with contextlib.closing(llm):
+        (text,) = texts_of(llm, [Request(prompt_token_ids=prompt, params=params)])
+    guessing = Guessing(text=(*prompt, *text))
+    llm = dj.LLM("builtin:tiny-qwen3", guessing, progress=False, dtype="float32")
+    with contextlib.closing(llm):
+        done = toy.run(llm.engine, [Request(prompt_token_ids=prompt, params=params)] * 4)
+    assert [out.outputs[0].token_ids for out in done] == [text] * 4
+    forwards = [out.metrics.nfe for out in done]
+    assert max(forwards) < 40
+    assert len({*forwards}) > 1, "windows begin at other positions"
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*draft")  # a random drafter is seldom right
+def test_drafts_change_no_bit():
+    """Published widths in two layers: `ar`, its text guessed, and `dflash`; greedy and drawn."""
+    if reason := hopper.unsupported():
+        pytest.skip(reason)
+    target, draft = (
+        dj.load(f"random:{name}") for name in ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16")
+    )
+    layers = target.params["layers"][:2]
+    config = dataclasses.replace(target.config, num_layers=len(layers))
+    target = target.replace(config=config, params=target.params | {"layers": layers})
+    sizes = {"max_num_seqs": 4, "slot_buckets": (1, 4), "max_model_len": 1024}
+    config = EngineConfig(**sizes, batch_invariant=True)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(1, 1000, n).tolist() for n in (20, 130, 257, 500)]
+    rules = {"max_tokens": 150, "ignore_eos": True}
+    params = [SamplingParams(**rules, temperature=0.7 * (i % 2), seed=i) for i in range(4)]
+    wishes = [
+        Request(prompt_token_ids=ids, params=p) for ids, p in zip(prompts, params, strict=True)
+    ]
+
+    def engine_of(strategy, **more):
+        return contextlib.closing(dj.LLM(target, strategy, config=config, progress=False, **more))
+
+    with engine_of(AR()) as llm:
+        want = texts_of(llm, wishes)
+        assert [texts_of(llm, [one])[0] for one in wishes] == want
+    found = {}
+    draft = draft.replace(
+        config=dataclasses.replace(draft.config, target_layer_ids=(0, 1, 0, 1, 0))
+    )
+    for name, strategy in {"chosen": DFlash(), "whole": DFlash(width=16)}.items():
+        with engine_of(strategy, draft=draft) as llm:
+            found[name] = texts_of(llm, wishes), want
+    with engine_of(Guessing(text=(*prompts[1], *want[1]))) as llm:
+        done = toy.run(llm.engine, [wishes[1]] * 4)
+        assert all(out.metrics.nfe < 100 for out in done), "guesses are accepted"
+        found["guessed"] = [out.outputs[0].token_ids for out in done], [want[1]] * 4
+    assert not any(differing(found).values()), f"texts that differ: {differing(found)}"

@@ -3,9 +3,11 @@
 Of random weights, which know no grammar, unless a test asks what a trained model says.
 """
 
+import contextlib
 import json
 import re
 
+import jax.monitoring
 import jsonschema
 import pytest
 
@@ -49,6 +51,26 @@ def llm(random_folder):
 @pytest.fixture(scope="module")
 def trained():
     return dj.LLM("builtin:tiny-sdar", warm_up=False, max_num_seqs=4)
+
+
+def test_the_first_text_with_a_grammar_compiles_nothing():
+    """The arrays of its grammar come without a program of their own, as other texts would wait."""
+    events = []
+
+    def listen(event, duration, **more):
+        events.extend([more] if event.endswith("/backend_compile_duration") else [])
+
+    sizes = {"slot_buckets": (5,), "page_buckets": (4,), "prefill_buckets": (128,)}  # not met yet
+    config = dj.EngineConfig(max_num_seqs=5, **sizes)
+    llm = dj.LLM("builtin:tiny-sdar", config=config, progress=False, warm_up_constraints=True)
+    llm.constraint_report(PHONE)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    with contextlib.closing(llm):
+        params = dj.SamplingParams(max_tokens=20, constraint=PHONE)
+        (output,) = llm.generate([[5, 6]], params, use_tqdm=False)
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert fits(output.outputs[0].text, PHONE)
+    assert not events
 
 
 def fits(text, constraint):
