@@ -71,8 +71,8 @@ class Constraints:
     def compile_apart(self) -> None:
         """Compile in a process of its own from now on, one at a time.
 
-        It has the vocabulary when this returns: reading 150,000 tokens and starting a process
-        beside a device's memory stopped the texts of other requests for 1.7 s.
+        It has the vocabulary when this returns: reading it takes half a second for 150,000 tokens,
+        of which the loop that serves other requests would wait for a part.
         """
         self._is_apart = True
         with contextlib.suppress(ValueError, OSError):  # the request that needs it is refused

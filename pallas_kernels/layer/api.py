@@ -348,7 +348,7 @@ def _grown(x: Array, spare: int) -> Any:
 
 
 def _with_spare(kernel: BackEnd, spare: int) -> BackEnd:
-    """A product of rows and as many more, which are dropped."""
+    """A product of rows and of spare ones, whose results are dropped."""
 
     def run(x: Array, w: Array) -> Array:
         out = kernel.run(jnp.pad(x.reshape(-1, x.shape[-1]), ((0, spare), (0, 0))), w)
