@@ -17,7 +17,7 @@ from dllm_jax.loading.load import place
 from dllm_jax.models.sharding import over_devices
 from dllm_jax.runner import grammar_readout, grammars
 from dllm_jax.runner.grammars import ready
-from dllm_jax.runner.programs import Call
+from dllm_jax.runner.state import DeviceState
 from dllm_jax.strategies.core import constraint
 from tests.contract.cases import NAMES, case, sweep
 from tests.contract.engine import (
@@ -206,14 +206,14 @@ def test_a_mixed_load_with_aborts_is_whole():
 def test_a_program_without_an_automaton_keeps_its_text(monkeypatch):
     """Byte for byte: behind requests that had one, and where nothing of automata can be traced."""
 
-    texts, lower = {}, Call.lower
+    texts, lower = {}, DeviceState.lower
 
-    def noted(call, state):
-        lowered = lower(call, state)
+    def noted(device, call):
+        lowered = lower(device, call)
         texts.setdefault(call.key, []).append(lowered.as_text())
         return lowered
 
-    monkeypatch.setattr(Call, "lower", noted)
+    monkeypatch.setattr(DeviceState, "lower", noted)
     free = list(map(wish, case("multi_bd").requests))
     engine = make_engine("multi_bd", make_device("multi_bd"))
     run(engine, [_bound("multi_bd", TOYS[0], 1)])
