@@ -11,7 +11,7 @@ The window is an anchor (the last known token), the drafts after it, and one mor
 
 The target's token is drawn with the key of its absolute position, as in `ar`. A draft is a guess at
 that draw and cannot change it, so the text is that of `ar` for any drafter and temperature. (In
-bfloat16 the rows of a wider pass may round differently.)
+bfloat16 the rows of a wider pass round differently unless the engine is `batch_invariant`.)
 
 With `acceptance="rejection"` drafts are drawn and stay by chance (`rejection`). The text then
 has the distribution of `ar`'s, but is another one.
