@@ -31,8 +31,8 @@ from dllm_jax.kernels.paged_attention import WindowMask, api, paged_attention
 from dllm_jax.kernels.router import Rule, choose_experts, route
 from dllm_jax.kernels.token_readout import law_readout
 from dllm_jax.models.head import Head
-from dllm_jax.runner import forward
-from dllm_jax.runner import readout as readout_module
+from dllm_jax.runner import expectation, forward
+from dllm_jax.runner.reader import Reader
 from dllm_jax.strategies.core.protocol import Readout
 from dllm_jax.strategies.core.state import Sampling
 
@@ -257,11 +257,11 @@ def readout(rows: int, table: jax.Array) -> Case:
 
     def run(form, hidden, table, how, keys):
         read = functools.partial(law_readout, implementation=form)
-        with mock.patch.object(readout_module, "law_readout", read):
+        with mock.patch.object(expectation, "law_readout", read):
             head = Head(table, cap=30.0, embed_scale=53.0)
-            reader = readout_module.Reader(head, lambda ids: ids == 4)
+            reader = Reader(head, lambda ids: ids == 4)
             ask = Readout(sampling=how, keys=keys, num_top=1)
-            return readout_module.read_expected(reader, hidden, ask)
+            return expectation.read_expected(reader, hidden, ask)
 
     # In float32 a table of this size would be another 3 GB: XLA's form is what it is held to.
     given = (hidden, table, how, keys)
@@ -411,7 +411,7 @@ def patches(forms: set[str]) -> ExitStack:
         found.enter_context(mock.patch.object(api, "_back_ends", eager))
     if "readout" in forms:
         by_kernel = functools.partial(law_readout, implementation="mosaic")
-        found.enter_context(mock.patch.object(readout_module, "law_readout", by_kernel))
+        found.enter_context(mock.patch.object(expectation, "law_readout", by_kernel))
     return found
 
 

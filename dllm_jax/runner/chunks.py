@@ -9,6 +9,7 @@ from jaxtyping import Array
 
 ROWS_AT_ONCE = 512  # float32 logits of one chunk: 311 MB at 152k ids
 FEW_ROWS = 64  # read in one chunk; more rows take at least two
+ROWS_DRAWN = 128  # cuts and noise take several times the memory of the logits
 
 
 def in_chunks(

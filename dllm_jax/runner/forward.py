@@ -22,15 +22,10 @@ from dllm_jax.loading.model import Model
 from dllm_jax.models.head import Unembed
 from dllm_jax.models.sharding import first_of, total
 from dllm_jax.runner.cells import Cells, first_cells
+from dllm_jax.runner.expectation import read_soft
 from dllm_jax.runner.grammar_readout import read_first, read_planned
-from dllm_jax.runner.readout import (
-    Reader,
-    of_rows,
-    read_log_probs,
-    read_rows,
-    read_soft,
-    read_stats,
-)
+from dllm_jax.runner.reader import Reader
+from dllm_jax.runner.readout import of_rows, read_log_probs, read_rows, read_stats
 from dllm_jax.strategies.core import blocks, constraint
 from dllm_jax.strategies.core.draw import Shard, drawn_law
 from dllm_jax.strategies.core.protocol import (

@@ -21,13 +21,8 @@ from dllm_jax.kernels.token_readout import (
 from dllm_jax.models.head import Head
 from dllm_jax.runner.cells import Cells
 from dllm_jax.runner.chunks import by_row, in_chunks
-from dllm_jax.runner.readout import (
-    Reader,
-    ids_of,
-    of_rows,
-    read_rows,
-    read_stats,
-)
+from dllm_jax.runner.reader import Reader, ids_of
+from dllm_jax.runner.readout import of_rows, read_rows, read_stats
 from dllm_jax.strategies.core import constraint
 from dllm_jax.strategies.core.constraint import NO_CLASS, ClassStats, Grammar, IdStats, View
 from dllm_jax.strategies.core.draw import Shard, gumbel, log_law, settled

@@ -18,6 +18,7 @@ from dllm_jax.kernels.token_readout import api, law_readout, mosaic, token_reado
 from dllm_jax.kernels.token_readout.head import quantize_head
 from dllm_jax.models.head import Head
 from dllm_jax.runner import readout
+from dllm_jax.runner.reader import Reader
 from dllm_jax.strategies import MultiBD
 from dllm_jax.strategies.core.protocol import Readout
 from dllm_jax.strategies.core.state import NO_TOKEN, Sampling
@@ -207,7 +208,7 @@ def test_decoding_reads_the_same_by_kernel_and_by_chunks(request, monkeypatch, r
 
     def read(hidden, sampling):
         head = Head(weights, scale=0.9, cap=8.0)
-        reader = readout.Reader(head, lambda ids: (ids == 2) | (ids > 290))
+        reader = Reader(head, lambda ids: (ids == 2) | (ids > 290))
         ask = Readout(sampling=sampling, keys=keys, penalty=penalty, num_top=3)
         return readout.read_stats(reader, hidden, ask)
 
@@ -292,7 +293,7 @@ def test_a_compiled_step_holds_no_logits_of_its_window_on_a_gpu(step):
 
 def read_drawn(hidden, weights, temperature, top_k, top_p, keys):
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    reader = readout.Reader(Head(weights), lambda ids: ids == 2)
+    reader = Reader(Head(weights), lambda ids: ids == 2)
     return readout.read_stats(reader, hidden, Readout(sampling=sampling, keys=keys))
 
 

@@ -27,6 +27,7 @@ from dllm_jax.kernels.token_readout.head import quantize_head
 from dllm_jax.kernels.token_readout.mosaic import Tiling
 from dllm_jax.models.head import Head
 from dllm_jax.runner import readout
+from dllm_jax.runner.reader import Reader
 from dllm_jax.strategies.core.protocol import Readout
 from dllm_jax.strategies.core.state import Sampling
 from tests.kernels.test_layer_mosaic import (
@@ -168,7 +169,7 @@ def test_a_window_is_read_by_the_kernel_for_its_rows(on_hopper, rows, kernels):
     V, D = HEADS["SDAR-1.7B"]
 
     def read(hidden, weights):
-        reader = readout.Reader(Head(weights), lambda ids: ids == 7)
+        reader = Reader(Head(weights), lambda ids: ids == 7)
         stats = readout.read_stats(reader, hidden, Readout(sampling=Sampling.greedy(rows)))
         return stats.token, stats.confidence
 

@@ -13,9 +13,10 @@ from jax.sharding import Mesh, PartitionSpec
 from dllm_jax.kernels.layer import fp8
 from dllm_jax.kernels.token_readout.head import quantize_head
 from dllm_jax.models.head import Head
-from dllm_jax.runner import readout
+from dllm_jax.runner import expectation, readout
 from dllm_jax.runner.chunks import in_chunks
-from dllm_jax.runner.readout import SHARE, Reader, read_expected
+from dllm_jax.runner.expectation import SHARE, read_expected
+from dllm_jax.runner.reader import Reader
 from dllm_jax.strategies.core.draw import Shard
 from dllm_jax.strategies.core.protocol import Readout
 from dllm_jax.strategies.core.state import NO_TOKEN, Sampling
@@ -187,22 +188,22 @@ def test_a_row_that_is_no_number_has_no_token_and_leaves_its_neighbours(head, to
 
 def test_enough_rows_share_a_read_of_the_head(head, monkeypatch):
     """Trap T32: a chunk of rows is a read of the head, which hides behind 512 rows of products."""
-    seen, read_law = set(), readout.law_readout
+    seen, read_law = set(), expectation.law_readout
 
     def recorded(hidden, *rest, **how):
         seen.add(len(hidden))
         return read_law(hidden, *rest, **how)
 
-    monkeypatch.setattr(readout, "law_readout", recorded)
-    rows = 3 * readout.LAW_ROWS
+    monkeypatch.setattr(expectation, "law_readout", recorded)
+    rows = 3 * expectation.LAW_ROWS
     how = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:1], (6,)), sampling())
     ask = Readout(sampling=how, keys=jax.random.split(jax.random.key(0), rows))
     jax.eval_shape(
         lambda hidden: read_expected(Reader(head, forbidden), hidden, ask),
         jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32),
     )
-    assert seen == {readout.LAW_ROWS}
-    assert readout.LAW_ROWS >= 512
+    assert seen == {expectation.LAW_ROWS}
+    assert expectation.LAW_ROWS >= 512
 
 
 def test_rows_read_in_chunks_are_those_read_at_once_on_one_device_and_on_two():

@@ -22,7 +22,8 @@ from dllm_jax import strategies
 from dllm_jax.api import generate
 from dllm_jax.api.strategy import check_fit
 from dllm_jax.engine.layout import EngineConfig
-from dllm_jax.runner.readout import Reader, read_stats
+from dllm_jax.runner.reader import Reader
+from dllm_jax.runner.readout import read_stats
 from dllm_jax.strategies.core import remasking
 from dllm_jax.strategies.core.protocol import Readout
 from dllm_jax.strategies.core.state import NO_TOKEN, Sampling

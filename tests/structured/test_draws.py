@@ -9,7 +9,7 @@ import pytest
 
 from dllm_jax.runner import grammars
 from dllm_jax.runner.grammar_readout import read_classes
-from dllm_jax.runner.readout import Reader
+from dllm_jax.runner.reader import Reader
 from dllm_jax.strategies.core import constraint
 from dllm_jax.strategies.core.constraint import HOLE, Draw, View
 from dllm_jax.strategies.core.protocol import Readout
