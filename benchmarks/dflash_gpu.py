@@ -55,7 +55,8 @@ from dllm_jax.kernels.kv_write import page_slots, write_rows
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
 from dllm_jax.models.kv_cache import new_pool
 from dllm_jax.runner import decode
-from dllm_jax.runner.forward import TARGET, ModelForward
+from dllm_jax.runner.forward import ModelForward
+from dllm_jax.runner.window_output import TARGET
 from dllm_jax.strategies import AR, DFlash
 from dllm_jax.strategies.core import random
 from dllm_jax.strategies.dflash import DRAFT

@@ -24,7 +24,15 @@ CORE = "engine", "runner", "compile", "models", "api"  # and the strategies
 PATH = {
     "strategies": ("multi_bd", "core/state", "core/blocks", "core/driver"),
     "dllm_jax/engine": ("requests", "sequence", "scheduler", "engine"),
-    "dllm_jax/runner": ("runner", "dispatch", "state", "programs", "decode", "forward"),
+    "dllm_jax/runner": (
+        "runner",
+        "dispatch",
+        "state",
+        "programs",
+        "decode",
+        "forward",
+        "window_output",
+    ),
 }
 MOSAIC = "experimental.mosaic", "fragmented_array", "mma_utils", "inline_mgpu", "jax._src"
 IDLE = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}

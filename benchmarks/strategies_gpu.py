@@ -47,7 +47,8 @@ from dllm_jax.bench.numbers import environment
 from dllm_jax.bench.roofline import floor_ms
 from dllm_jax.runner import decode
 from dllm_jax.runner.chunks import FEW_ROWS
-from dllm_jax.runner.forward import TARGET, ModelForward
+from dllm_jax.runner.forward import ModelForward
+from dllm_jax.runner.window_output import TARGET
 from dllm_jax.strategies import (
     AR,
     D2F,

@@ -17,7 +17,8 @@ from dllm_jax.engine.layout import PassKind
 from dllm_jax.loading.model import Model
 from dllm_jax.models.kv_cache import new_pool
 from dllm_jax.models.sharding import Split
-from dllm_jax.runner.forward import TARGET, ModelForward
+from dllm_jax.runner.forward import ModelForward
+from dllm_jax.runner.window_output import TARGET
 from dllm_jax.strategies.core import driver
 from dllm_jax.strategies.core.protocol import PrefillChunk, SlotSpec, bind_knobs
 from dllm_jax.strategies.core.state import (

@@ -22,8 +22,9 @@ from dllm_jax.engine.layout import EngineConfig, EngineLayout
 from dllm_jax.engine.requests import Request, RequestOutput, SamplingParams
 from dllm_jax.engine.sequence import Sequence
 from dllm_jax.runner import buckets, decode
-from dllm_jax.runner.forward import ModelForward, WindowOutput
+from dllm_jax.runner.forward import ModelForward
 from dllm_jax.runner.runner import ModelRunner
+from dllm_jax.runner.window_output import WindowOutput
 from dllm_jax.strategies.core.protocol import split_knobs
 from dllm_jax.strategies.core.state import RUNNING
 from tests.contract import dense, harness
