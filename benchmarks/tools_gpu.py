@@ -189,7 +189,7 @@ class Front:
 
     def __init__(self, served: Any):
         from dllm_jax.engine.faults import Faults
-        from dllm_jax.serve import pipe
+        from dllm_jax.serve import framing, pipe
         from dllm_jax.serve.child.loop import Loop
         from dllm_jax.serve.child.outbox import Outbox
 
@@ -197,7 +197,8 @@ class Front:
         self._sock.settimeout(MOST_S)
         faults = Faults(lambda line: print(line, file=sys.stderr))
         loop = Loop(served, theirs, Outbox(theirs, faults), faults)
-        self._pipe, self._reader = pipe, pipe.Reader(pipe.FromEngine)
+        self._pipe, self._frame = pipe, framing.frame
+        self._reader = framing.Reader(pipe.FromEngine)
         self._number, self._waiting = 0, []
         self._thread = threading.Thread(target=loop.run, daemon=True)
         self._thread.start()
@@ -207,12 +208,12 @@ class Front:
         self._number += 1
         prompt, client = self._pipe.Prompt(ids), str(self._number)
         add = self._pipe.Add(self._number, [prompt], params, True, False, None, 0, client, True)
-        self._sock.sendall(self._pipe.frame(add))
+        self._sock.sendall(self._frame(add))
         return self._number
 
     def abort(self, number: int) -> None:
         """End a text."""
-        self._sock.sendall(self._pipe.frame(self._pipe.Abort(number)))
+        self._sock.sendall(self._frame(self._pipe.Abort(number)))
 
     def deltas(self) -> list[tuple[float, Any]]:
         """What came next, and when."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
-from dllm_jax.serve import pipe
+from dllm_jax.serve import framing, pipe
 from dllm_jax.serve.engine_process import ended, how_it_ended, spawn
 from dllm_jax.serve.mailbox import EngineGone, Mailbox, RequestFailed
 from dllm_jax.serve.pipe import Counts, Delta, Facts
@@ -32,14 +32,14 @@ class _End(asyncio.Protocol):
     """
 
     def __init__(self, take: Callable[[Any], None]):
-        self._take, self._reader = take, pipe.Reader(pipe.FromEngine)
+        self._take, self._reader = take, framing.Reader(pipe.FromEngine)
         self.turns: asyncio.Queue[pipe.Ready | pipe.Failed | None] = asyncio.Queue()
 
     def data_received(self, data: bytes) -> None:
         """Messages, or parts of them."""
         try:
             for message in self._reader.feed(data):
-                if isinstance(message, pipe.Broken):
+                if isinstance(message, framing.Broken):
                     raise message.error
                 if isinstance(message, pipe.Ready | pipe.Failed):
                     self.turns.put_nowait(message)
@@ -247,7 +247,7 @@ class EngineClient:
         if self._transport is None or self._transport.is_closing():
             raise EngineGone(self.reason or "the engine is not ready")
         try:
-            self._unsent.append(pipe.frame(message))
+            self._unsent.append(framing.frame(message))
         except ValueError as error:
             raise Refusal(str(error), code="request_too_large", status=413) from None
         if len(self._unsent) == 1:
@@ -271,7 +271,7 @@ class EngineClient:
             loop = asyncio.get_running_loop()
             await loop.connect_read_pipe(lambda: self._lines, os.fdopen(told, "rb", 0))
             self._transport, _ = await loop.create_connection(lambda: end, sock=sock)
-            self._transport.write(pipe.frame(self._launch))
+            self._transport.write(framing.frame(self._launch))
             while (message := await end.turns.get()) is not None:
                 if isinstance(message, pipe.Failed):
                     failed = message

@@ -18,7 +18,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from dllm_jax.serve import client, limits, pipe
+from dllm_jax.serve import client, framing, limits, pipe
 from dllm_jax.serve.answers import Form, Window
 from dllm_jax.serve.app import application
 from dllm_jax.serve.auth import Guard
@@ -48,15 +48,15 @@ def test_messages_survive_the_pipe_in_any_portions():
         pipe.Abort(7),
         pipe.Launch("a:b", {"x": [1, "y", None]}),
     ]
-    data = b"".join(map(pipe.frame, messages))
+    data = b"".join(map(framing.frame, messages))
     for size in (1, 3, len(data)):
-        reader, found = pipe.Reader(pipe.ToEngine), []
+        reader, found = framing.Reader(pipe.ToEngine), []
         for at in range(0, len(data), size):
             found += reader.feed(data[at : at + size])
         assert [type(one) for one in found] == [type(one) for one in messages]
         assert found[0].prompts == messages[0].prompts
     with pytest.raises(ValueError, match="at most"):
-        pipe.Reader(pipe.ToEngine).feed(b"\xff\xff\xff\xff")
+        framing.Reader(pipe.ToEngine).feed(b"\xff\xff\xff\xff")
 
 
 def test_deltas_that_wait_together_are_one():
@@ -342,7 +342,7 @@ def test_what_the_front_does_not_read_is_merged_and_delays_nothing():
     while not outbox.is_full or num_put < 2000:
         outbox.put([Delta(1, 0, "word ", num_put + 1)], Counts(steps=[(1, 0.5)]))
         num_put += 1
-    reader, found = pipe.Reader(pipe.FromEngine), []
+    reader, found = framing.Reader(pipe.FromEngine), []
     while outbox.is_full:
         found += reader.feed(theirs.recv(1 << 20))
         outbox.push()

@@ -19,7 +19,7 @@ import pytest
 
 from dllm_jax.engine.checks import Refused
 from dllm_jax.engine.faults import Faults
-from dllm_jax.serve import pipe
+from dllm_jax.serve import framing, pipe
 from dllm_jax.serve.child import loop, prompts
 from dllm_jax.serve.child.outbox import Outbox
 from dllm_jax.serve.child.side_work import MOST_EACH, Busy, SideWork, Work
@@ -40,7 +40,7 @@ class Front:
         self.lines = []
         faults = Faults(self.lines.append)
         self.loop = loop.Loop(served, self._theirs, Outbox(self._theirs, faults), faults)
-        self._reader, self._ids = pipe.Reader(pipe.FromEngine), iter(range(1, 1000))
+        self._reader, self._ids = framing.Reader(pipe.FromEngine), iter(range(1, 1000))
         self.messages, self.ended = [], None
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
@@ -52,7 +52,7 @@ class Front:
             self.ended = error
 
     def send(self, message):
-        self.sock.sendall(pipe.frame(message))
+        self.sock.sendall(framing.frame(message))
         return message.id
 
     def add(self, client="", ids=(1, 2), **params):

@@ -19,14 +19,15 @@ from dllm_jax.api.questions import Read
 from dllm_jax.engine.checks import Refused
 from dllm_jax.engine.faults import Faults
 from dllm_jax.engine.requests import Request, RequestOutput
-from dllm_jax.serve import pipe
+from dllm_jax.serve import framing, pipe
 from dllm_jax.serve.child.outbox import Outbox
 from dllm_jax.serve.child.prompts import Live, Parked, Prompt, Stage, params_of, together, usage_of
 from dllm_jax.serve.child.served import Asleep, Served
 from dllm_jax.serve.child.side_work import SideWork, Work
 from dllm_jax.serve.child.tally import COUNTS_PERIOD_S, Tally
 from dllm_jax.serve.child.token_texts import TokenTexts
-from dllm_jax.serve.pipe import READ_BYTES, Counts, Delta, Frame
+from dllm_jax.serve.framing import READ_BYTES
+from dllm_jax.serve.pipe import Counts, Delta, Frame
 
 # Steps in a row that may raise: the engine mends itself after the first, the second ends the
 # requests that run, and with the third it is the engine that is broken.
@@ -46,7 +47,7 @@ class Loop:
         self._engine.is_open, self._engine.faults = True, faults
         self._faults = faults
         self._sock, self._outbox = sock, outbox
-        self._reader = pipe.Reader(pipe.ToEngine)
+        self._reader = framing.Reader(pipe.ToEngine)
         self._bell, self._rung = socket.socketpair()
         self._bell.setblocking(False)
         self._rung.setblocking(False)
@@ -123,7 +124,7 @@ class Loop:
                 self._command(message)
             elif isinstance(message, pipe.Abort):
                 self._abort(message.id)
-            elif isinstance(message, pipe.Broken):
+            elif isinstance(message, framing.Broken):
                 self._fail(message.id, message.error)
         except Exception as error:
             self._end(message.id, error)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 
 from dllm_jax.engine.faults import Faults
-from dllm_jax.serve import pipe
+from dllm_jax.serve import framing, pipe
 from dllm_jax.serve.pipe import Counts, Delta, Message
 
 
@@ -78,23 +78,25 @@ class Outbox:
         """The messages as bytes; what cannot be written ends its request and no other."""
         for message in messages:
             try:
-                yield pipe.frame(message)
+                yield framing.frame(message)
             except Exception as error:
                 if isinstance(message, pipe.Moved):
                     yield from self._apart(message)
                 else:
-                    request_id = getattr(message, "id", pipe.NO_ID)
-                    yield pipe.frame(pipe.Refused(request_id, self._faults.note(error), status=500))
+                    request_id = getattr(message, "id", framing.NO_ID)
+                    yield framing.frame(
+                        pipe.Refused(request_id, self._faults.note(error), status=500)
+                    )
 
     def _apart(self, moved: pipe.Moved) -> Iterator[bytes]:
         """Each delta in a message of its own."""
-        yield pipe.frame(pipe.Moved([], moved.counts))
+        yield framing.frame(pipe.Moved([], moved.counts))
         counts = msgspec.structs.replace(moved.counts, steps=[], compiled=[])
         for delta in moved.deltas:
             try:
-                yield pipe.frame(pipe.Moved([delta], counts))
+                yield framing.frame(pipe.Moved([delta], counts))
             except Exception as error:
-                yield pipe.frame(pipe.Refused(delta.id, self._faults.note(error), status=500))
+                yield framing.frame(pipe.Refused(delta.id, self._faults.note(error), status=500))
 
     def flush(self, seconds: float) -> None:
         """Wait until everything is sent."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dllm_jax.engine.faults import Faults
-from dllm_jax.serve import pipe
+from dllm_jax.serve import framing, pipe
 from dllm_jax.serve.child.loop import Loop
 from dllm_jax.serve.child.outbox import Outbox
 from dllm_jax.serve.child.served import Served
@@ -67,9 +67,9 @@ def main(fd: int, parent: int) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _die_with(parent)
     sock = socket.socket(fileno=fd)
-    reader, messages = pipe.Reader(pipe.ToEngine), []
+    reader, messages = framing.Reader(pipe.ToEngine), []
     while not messages:
-        data = sock.recv(pipe.READ_BYTES)
+        data = sock.recv(framing.READ_BYTES)
         if not data:
             return 0
         messages = reader.feed(data)
