@@ -18,7 +18,8 @@ from dllm_jax.engine.requests import Request, RequestOutput, SamplingParams
 from dllm_jax.loading import tool_forms
 from dllm_jax.loading.tool_forms import NO_FORM, ToolForm, tool_form
 from dllm_jax.structured.offers import NO_OFFER, Offer, offered
-from dllm_jax.structured.tools import Piece, Tools, Turn, contents_of
+from dllm_jax.structured.tools import Tools
+from dllm_jax.structured.turn_reading import Piece, Turn, contents_of
 
 MOST_STAGES = 64  # of a text
 

@@ -27,7 +27,7 @@ from dllm_jax.serve.stream import named_event
 from dllm_jax.serve.strict_json import read_object
 from dllm_jax.serve.turns import Texts
 from dllm_jax.structured import Piece
-from dllm_jax.structured.tools import contents_of
+from dllm_jax.structured.turn_reading import contents_of
 
 SIGNATURE = "dllm"  # of thoughts; any is taken back
 _BILLING = "x-anthropic-billing-header"  # a block whose hash would end every prefix hit

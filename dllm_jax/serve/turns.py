@@ -13,7 +13,7 @@ from dllm_jax.serve.pipe import Delta, Usage
 from dllm_jax.serve.refusals import Refusal
 from dllm_jax.serve.stream import DONE, EventStream, event
 from dllm_jax.structured import Piece, Turn
-from dllm_jax.structured.tools import contents_of, joined
+from dllm_jax.structured.turn_reading import contents_of, joined
 
 
 class Texts:

@@ -15,8 +15,10 @@ from .logic import NoInstance
 from .regex import byte_automaton
 from .schema import schema_tree
 from .tokens import first_bytes, token_bytes
-from .tools import Piece, Tool, Tools, Turn, mark_ids
+from .tools import Tool, Tools
 from .trees import Tree, check_text, either, parsed, text
+from .turn_grammar import thoughts_tree, turn_tree
+from .turn_reading import Piece, Turn, mark_ids
 
 __all__ = [
     "After",
@@ -240,7 +242,7 @@ def compile(
     made = closed(table, accepting, words, stop_ids, never, budget)
     leave = None
     if isinstance(constraint, Tools) and constraint.budget is not None and constraint.thinks:
-        inner = byte_automaton(constraint.thoughts(marks), Budget(), 256 + len(marks))
+        inner = byte_automaton(thoughts_tree(constraint, marks), Budget(), 256 + len(marks))
         leave = _leave(table, inner, made, budget)
     return dataclasses.replace(made, notes=tuple(budget.notes), leave=leave)
 
@@ -284,9 +286,10 @@ def fitting(
         budget.begin(EXTENTS[at], most)
         try:
             if isinstance(constraint, Tools):
-                made = byte_automaton(constraint.tree(budget, marks), budget, 256 + len(marks))
+                tree, num_letters = turn_tree(constraint, budget, marks), 256 + len(marks)
             else:
-                made = byte_automaton(constraint.tree(budget), budget)
+                tree, num_letters = constraint.tree(budget), 256
+            made = byte_automaton(tree, budget, num_letters)
             if len(made[0]) >= most_states:  # the state after a stop id is one more
                 raise TooLarge(
                     f"the constraint's automaton has {len(made[0]) + 1} states, and at most "

@@ -5,8 +5,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .tools import MOST_TOOLS, Tool
+from .tools import Tool
 
+MOST_TOOLS = 128
 MOST_SCHEMA_BYTES, MOST_DEPTH = 256 << 10, 32
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _NOTES = ("title", "description", "$comment")  # texts of a schema that hold to nothing

@@ -382,7 +382,7 @@ def test_the_largest_extent_that_fits_is_taken_in_few_attempts(monkeypatch, firs
     """Extents before `first` are too large; from `first` + `empty` on there is no instance."""
     tried, table = [], np.zeros((5, 1), int)
 
-    def made(tree, budget):
+    def made(tree, budget, num_letters):
         at = limits.EXTENTS.index(budget.extent)
         tried.append(at)
         budget.notes[str(at)] = None

@@ -15,7 +15,9 @@ from dllm_jax import structured
 from dllm_jax.api.calls import message_of
 from dllm_jax.structured.forms import FORMS, MARKS, is_json, kind_of, written
 from dllm_jax.structured.limits import UNREACHABLE, Budget, distances
-from dllm_jax.structured.tools import Tool, Tools, Turn, joined
+from dllm_jax.structured.tools import Tool, Tools
+from dllm_jax.structured.turn_grammar import turn_tree
+from dllm_jax.structured.turn_reading import Turn, joined
 
 WEATHER = Tool(
     "get_weather",
@@ -183,7 +185,7 @@ def test_what_a_form_cannot_write_is_left_out_or_refused_by_its_path():
     needed = json.dumps({**schema, "required": ["a:b"]})
     strict = Tools((Tool("f", needed, strict=True),), 0, form="gemma4")
     with pytest.raises(ValueError, match=r"tools\[0\].function.parameters: .*'a:b'"):
-        strict.tree(Budget())
+        turn_tree(strict, Budget())
 
 
 def test_the_kind_of_a_value_without_quotes():

@@ -8,6 +8,7 @@ from dllm_jax.structured import Budget, Choice, JsonSchema, Regex, limits
 from dllm_jax.structured.limits import Extent
 from dllm_jax.structured.regex import byte_automaton
 from dllm_jax.structured.tools import Tool, Tools
+from dllm_jax.structured.turn_grammar import turn_tree
 
 KEYWORDS = [
     *("$schema", "$id", "id", "$ref", "$anchor", "$dynamicRef", "$dynamicAnchor"),
@@ -76,7 +77,9 @@ def compiled(monkeypatch):
 
     def one(make):
         try:
-            tree = make().tree(budget)
+            held = make()
+            is_turn = isinstance(held, Tools)
+            tree = turn_tree(held, budget) if is_turn else held.tree(budget)
             if str(tree) not in made:
                 made.add(str(tree))
                 byte_automaton(tree, budget)

@@ -22,11 +22,12 @@ from dllm_jax.api.constraints import Constraints
 from dllm_jax.engine.checks import Refused
 from dllm_jax.engine.requests import CompletionOutput, Request
 from dllm_jax.strategies.core.resolve import load_strategy
-from dllm_jax.structured import tools as grammar
 from dllm_jax.structured.limits import Budget
 from dllm_jax.structured.offers import BadTool, offered
 from dllm_jax.structured.regex import accepts, byte_automaton
-from dllm_jax.structured.tools import Piece, Tool, Tools, Turn
+from dllm_jax.structured.tools import Tool, Tools
+from dllm_jax.structured.turn_grammar import turn_tree
+from dllm_jax.structured.turn_reading import Piece, Turn, joined
 from tests.structured.texts import many_tools
 
 CITY = '{"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}'
@@ -91,7 +92,7 @@ def test_a_turn_is_prose_then_calls_of_its_tools(choice, marks):
     tools = CHOICES[choice]
     if choice in ("auto", "none"):
         tools = dataclasses.replace(tools, thinks=True)
-    automaton = byte_automaton(tools.tree(Budget(), marks), Budget(), 256 + len(marks))
+    automaton = byte_automaton(turn_tree(tools, Budget(), marks), Budget(), 256 + len(marks))
     for text, choices in TEXTS.items():
         wanted = choice.removesuffix("-thinks") in choices.split() or choice in choices.split()
         if choice == "required-inside" and "required-inside" not in choices:
@@ -102,7 +103,7 @@ def test_a_turn_is_prose_then_calls_of_its_tools(choice, marks):
 
 
 def test_a_mark_spelt_by_plain_tokens_is_prose_where_it_is_a_token():
-    automaton = byte_automaton(Tools(TOOLS).tree(Budget(), MARKS), Budget(), 260)
+    automaton = byte_automaton(turn_tree(Tools(TOOLS), Budget(), MARKS), Budget(), 260)
     assert accepts(automaton, f"say {OPEN} twice".encode())
     turn = Turn(Tools(TOOLS), [bytes([i]) for i in range(256)], {OPEN: 300})
     assert turn.feed(f"say {OPEN}x".encode(), True) == [Piece("text", f"say {OPEN}x")]
@@ -139,7 +140,7 @@ def test_a_turn_is_read_alike_in_whatever_portions_it_comes(marks):
                 size = draw.choice((1, 2, 5, 40))
                 found += turn.feed(letters[at : at + size])
                 at += size
-            assert grammar.joined(found + turn.feed([], last=True)) == pieces
+            assert joined(found + turn.feed([], last=True)) == pieces
 
 
 def test_a_call_that_is_cut_has_no_end():
@@ -211,28 +212,28 @@ def test_a_tool_that_is_not_strict_is_relaxed_and_one_that_is_names_its_place():
     }
     loose = Tools((Tool("now", NONE), Tool("f", json.dumps(hard))))
     budget = Budget()
-    byte_automaton(loose.tree(budget), budget)
+    byte_automaton(turn_tree(loose, budget), budget)
     assert [note.partition(":")[0] for note in budget.notes] == ["tools[1].function.parameters"]
     strict = dataclasses.replace(loose, tools=(Tool("f", json.dumps(hard), True),))
     for stage in ("whole", "names"):
         with pytest.raises(ValueError, match=r"tools\[0\].function.parameters: .*contains"):
-            dataclasses.replace(strict, stage=stage).tree(Budget())
+            turn_tree(dataclasses.replace(strict, stage=stage), Budget())
 
 
 def test_an_answer_of_a_schema_beside_calls():
     held = Tools(TOOLS, answer=(SUM, "compact"))
-    automaton = byte_automaton(held.tree(Budget()), Budget())
+    automaton = byte_automaton(turn_tree(held, Budget()), Budget())
     for text, is_held in ((READ, True), ('{"a":1}', True), ("a", False), ("", False)):
         assert accepts(automaton, text.encode()) is is_held
     thinks = dataclasses.replace(held, thinks=True)
-    automaton = byte_automaton(thinks.tree(Budget()), Budget())
+    automaton = byte_automaton(turn_tree(thinks, Budget()), Budget())
     assert accepts(automaton, b'<think>hm</think>\n\n{"a":1}')
     assert not accepts(automaton, b"<think>hm</think>\n\nYes.")
     assert Tools.of(json.loads(json.dumps(held.fields))) == held
     said = json.dumps({"a": f"x {FILE}"})
     turn = Turn(held, [bytes([i]) for i in range(256)], {})
     found = [piece for byte in said.encode() for piece in turn.feed([byte])]
-    assert grammar.joined(found + turn.feed([], last=True)) == [Piece("text", said)]
+    assert joined(found + turn.feed([], last=True)) == [Piece("text", said)]
 
 
 @pytest.mark.parametrize("is_token", [False, True])
@@ -467,7 +468,7 @@ def test_a_text_goes_on_where_the_arguments_of_a_call_begin():
     assert following.params.max_tokens == 90 - len(head)
     assert following.params.constraint.stage == 1
     assert next_stage(request, dataclasses.replace(text, finish_reason="length"), walk) is None
-    automaton = byte_automaton(following.params.constraint.tree(Budget()), Budget())
+    automaton = byte_automaton(turn_tree(following.params.constraint, Budget()), Budget())
     assert accepts(automaton, b'{"a": 5}}\n</tool_call>')
     assert accepts(
         automaton, f'{{"a": 5}}}}\n{CLOSE}\n{OPEN}\n{{"name": "now", "arguments": '.encode()
