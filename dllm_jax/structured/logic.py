@@ -36,6 +36,11 @@ class NoInstance(ValueError):
     """A schema has no instance, or none that ends within the depth of its references."""
 
 
+def no_instance(path: str, what: str) -> NoInstance:
+    """The error that names the place and what rules out every instance."""
+    return NoInstance(str(refused(path, what)))
+
+
 class Logic:
     """The schemas of one document."""
 
