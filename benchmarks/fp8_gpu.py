@@ -46,16 +46,19 @@ from dllm_jax.bench import measure, profile, roofline
 from dllm_jax.bench.numbers import environment
 from dllm_jax.bench.roofline import RATES
 from dllm_jax.bench.step import Shape, _bucket, _engine, context_len, step_strategy, text_len
+from dllm_jax.kernels.hopper import MULTIPROCESSORS, SHARED_BYTES
 from dllm_jax.kernels.layer import (
     Fp8Matrix,
     LayerOps,
     add_rms_norm,
-    api,
+    api_products,
     fp8,
     gated_matmul,
-    mosaic,
-    mosaic_many,
+    mosaic_few,
+    mosaic_few_tiling,
+    mosaic_many_tiling,
     qkv_matmul,
+    quantize_rows,
     rotate_qkv,
     split_matmul,
 )
@@ -224,7 +227,7 @@ def check(run, widths, counts, form):
             for how in {form, "xla"}:
                 key = (f"{model} {width}", "rounding", most, how)
                 inputs[key] = (drawn(22, most, width),)
-                round_rows = functools.partial(api.quantize_rows, implementation=how)
+                round_rows = functools.partial(quantize_rows, implementation=how)
                 programs[key] = (round_rows, inputs[key])
     normed = {}
     for key, program in compiled(run, programs).items():
@@ -280,29 +283,32 @@ def checked(run, arguments):
 def leave_mosaic():
     """Products with matrices in 8 bits, and the rounding in front of them, in XLA's form."""
     norm = dense.add_rms_norm
-    api._unsupported_fp8 = lambda *_: "failed its check"
-    for name in ("unsupported_rows", "unsupported_product"):
-        held = getattr(mosaic_many, name)
+    for module, name in (
+        (mosaic_few_tiling, "unsupported_product"),
+        (mosaic_many_tiling, "unsupported_gated"),
+        (mosaic_many_tiling, "unsupported_product"),
+    ):
+        held = getattr(module, name)
 
-        def reason(x, w, held=held):
-            return "failed its check" if isinstance(w, Fp8Matrix) else held(x, w)
+        def reason(x, w, *tiling, held=held):
+            return "failed its check" if isinstance(w, Fp8Matrix) else held(x, w, *tiling)
 
-        setattr(mosaic_many, name, reason)
-    api.quantize_rows = fp8.quantize_rows
+        setattr(module, name, reason)
+    api_products.quantize_rows = fp8.quantize_rows
     dense.add_rms_norm = lambda *rows, is_quantized=False, **how: norm(*rows, **how)
 
 
 @contextlib.contextmanager
 def form_of(how):
     """What is traced meanwhile has this form."""
-    takes, many = api.takes_groups, api.MOSAIC_MANY_FP8_ROWS
+    takes, many = api_products.takes_groups, api_products.MOSAIC_MANY_FP8_ROWS
     if how == "fp8_rows":
-        api.takes_groups = lambda *_: False
-    api.MOSAIC_MANY_FP8_ROWS = 4096 if how == "fp8_many" else many
+        api_products.takes_groups = lambda *_: False
+    api_products.MOSAIC_MANY_FP8_ROWS = 4096 if how == "fp8_many" else many
     try:
         yield
     finally:
-        api.takes_groups, api.MOSAIC_MANY_FP8_ROWS = takes, many
+        api_products.takes_groups, api_products.MOSAIC_MANY_FP8_ROWS = takes, many
 
 
 def weights_of(how):
@@ -423,7 +429,7 @@ def tilings(run, matrices, counts, kind, calls):
             is_gated = name == "w_gate_up"
             held = small if is_gated else [w.flat for w in small]
             for tiling in candidates(rows, held[0].flat.shape, is_gated):
-                call = mosaic.gated_matmul if is_gated else mosaic.split_matmul
+                call = mosaic_few.gated_matmul if is_gated else mosaic_few.split_matmul
                 own = functools.partial(call, tiling=tiling, dtype=jnp.bfloat16)
                 key = f"{name} {rows} {tiling}"
                 programs[key] = (chain(own), (ready, held))
@@ -439,16 +445,18 @@ def candidates(rows, shape, is_gated):
     groups = -(-rows // 64)
     for columns in (128, 192, 256) if is_gated else (64, 128):
         for depth in (128, 256):
-            if N % columns or N // columns > mosaic.MULTIPROCESSORS:
+            if N % columns or N // columns > MULTIPROCESSORS:
                 continue
-            most = 1 if is_gated else mosaic.MULTIPROCESSORS // (N // columns)
+            most = 1 if is_gated else MULTIPROCESSORS // (N // columns)
             for splits in sorted({1, most}):
                 if K % (splits * depth) or (splits == 1 and most > 1 and depth == 128):
                     continue
                 staged = groups * 64 * columns * 2 // (2 if is_gated else 1)
-                stages = min(8, (mosaic.SHARED_BYTES - staged) // ((groups * 64 + columns) * depth))
+                stages = min(8, (SHARED_BYTES - staged) // ((groups * 64 + columns) * depth))
                 if stages >= 2:
-                    yield mosaic.Tiling(columns=columns, depth=depth, stages=stages, splits=splits)
+                    yield mosaic_few_tiling.Tiling(
+                        columns=columns, depth=depth, stages=stages, splits=splits
+                    )
 
 
 # --- layers -------------------------------------------------------------------------------------

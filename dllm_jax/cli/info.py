@@ -186,14 +186,14 @@ def _experts() -> str:
 def _layer() -> str:
     import jax.numpy as jnp
 
-    from dllm_jax.kernels.layer import api, mosaic
+    from dllm_jax.kernels.layer import api_products, mosaic
 
     missing = mosaic.unsupported(jnp.zeros((1, 16), jnp.bfloat16))
     if missing:
         return f"xla here (mosaic: {missing})"
     return (
-        f"mosaic here for 16-bit models: products of up to {api.MOSAIC_PRODUCT_ROWS:,} rows, gate "
-        "and up of more that fill the chip, norms, rotations; else xla"
+        f"mosaic here for 16-bit models: products of up to {api_products.MOSAIC_PRODUCT_ROWS:,} "
+        "rows, gate and up of more that fill the chip, norms, rotations; else xla"
     )
 
 

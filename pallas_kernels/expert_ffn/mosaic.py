@@ -31,7 +31,7 @@ from .. import hopper
 from ..activation import GELU_CUBE, GELU_SLOPE, Activation
 from ..layer.fp8 import DTYPE as FP8
 from ..layer.fp8 import Fp8Matrix, Fp8Rows
-from ..layer.mosaic import weighted
+from ..layer.mosaic_norm import weighted
 from ..layer.routed import RoutedRows
 from ..lowered import lowered_once
 from .fp8 import Fp8Experts

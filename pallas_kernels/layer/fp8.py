@@ -261,3 +261,8 @@ def matmul(
 def rounded(x: Array | Fp8Sums, dtype: Any) -> Array:
     """Rows in `dtype`."""
     return x.rounded(dtype) if isinstance(x, Fp8Sums) else x.astype(dtype)
+
+
+def values_of(x: Array | Fp8Rows | Fp8Groups) -> Array:
+    """Rows without their scales."""
+    return x.values if isinstance(x, Fp8Rows | Fp8Groups) else x

@@ -25,100 +25,11 @@ from jaxtyping import Array, Float
 from .. import hopper
 from ..hopper import MULTIPROCESSORS, SHARED_BYTES, load_scales, next_buffer, swizzled
 from ..lowered import lowered_once
-from .fp8 import DTYPE, Fp8Matrix, Fp8Rows
-from .mosaic import unsupported_pair
+from .fp8 import Fp8Matrix, Fp8Rows
+from .mosaic_many_tiling import CONSUMERS, DEPTH_BYTES, ROWS, TILE
 
-_CONSUMERS, _ROWS = 2, 64  # warpgroups that multiply, and rows of each
-_TILE = _CONSUMERS * _ROWS
-# Columns of a tile (gate and up together), in order of preference: the registers hold 256 sums a
-# row; 192 columns are up to 2 % slower, but often fill the chip better.
-_COLUMNS = (256, 192)
-# Columns of a tile of a 16-bit product. H200, SDAR-1.7B, 1,024 rows: 128 columns are 14 to 38 %
-# faster than 256, which give one round of tiles, so that nothing overlaps with the last stores.
-_PRODUCT_COLUMNS = (256, 128, 64)
-_DEPTH_BYTES = 128  # depth of a step
-_MOST_STAGES = 6  # most steps in flight that fit in shared memory
 _PIECE = 64  # columns of a product that are rounded and stored at a time
-_TURNS = (16, 32, 64)  # widths of the groups in which gate and up are interleaved
 _BAND = 32  # row tiles processed for one tile of columns before the next: their rows fit in L2
-_CLOSE = 0.02  # smaller differences of shares count as ties
-
-
-def unsupported_rows(x: Array, w: Array | Fp8Matrix) -> str | None:
-    """Why `gated_matmul` cannot take such operands, or None; `w` as [D C 2 W]."""
-    depth = _DEPTH_BYTES // w.dtype.itemsize
-    rows, (D, C, _, W) = x.size // x.shape[-1], w.shape
-    if reason := unsupported_pair(x, w):
-        return reason
-    if rows % _TILE:
-        return f"needs a multiple of {_TILE} rows where there are more, got {rows}"
-    if W not in _TURNS or not _widths(w, W):
-        return (
-            f"needs turns of 16, 32 or 64 columns, 96 or 128 of gate in each tile, got {C} of {W}"
-        )
-    if D % depth or max(_widths(w, W)) * depth > D * 2 * W:
-        return f"needs a multiple of {depth} as depth, a step of it for each turn, got {D}"
-    return _unsupported_depth(D, w)
-
-
-def unsupported_product(x: Array, w: Array | Fp8Matrix) -> str | None:
-    """Why `matmul` cannot take such operands, or None; `w` as [K N]."""
-    rows, (K, N) = x.size // x.shape[-1], w.shape
-    if reason := unsupported_pair(x, w):
-        return reason
-    if rows % _TILE:
-        return f"needs a multiple of {_TILE} rows where there are more, got {rows}"
-    columns = _COLUMNS if w.dtype == DTYPE else _PRODUCT_COLUMNS
-    if all(N % n for n in columns):
-        return f"needs whole tiles of {', '.join(map(str, columns))} columns, got {N}"
-    return _unsupported_depth(K, w)
-
-
-def _unsupported_depth(depth: int, w: Array | Fp8Matrix) -> str | None:
-    """Why a product cannot have this depth, or None.
-
-    The scales of a tile overwrite those of the tile before the last. The warpgroups that multiply
-    have finished that tile only if the ring has come round since, so a tile has a least depth.
-    """
-    step = _DEPTH_BYTES // w.dtype.itemsize
-    if depth % step or (w.dtype == DTYPE and depth < _MOST_STAGES * step):
-        least = f", {_MOST_STAGES} or more" if w.dtype == DTYPE else ""
-        return f"needs a depth of whole steps of {step}{least}, got {depth}"
-    return None
-
-
-def choose_columns(x: Array, w: Array | Fp8Matrix) -> tuple[int, float]:
-    """Columns of a tile, and the mean share of multiprocessors that are then busy.
-
-    Args:
-        w: As [D C 2 W], or as [K N] for `matmul`.
-    """
-    shares = {}
-    for columns in _widths(w, w.shape[-1] if len(w.shape) == 4 else 1):
-        tiles = (x.size // x.shape[-1]) * math.prod(w.shape[1:]) / (_TILE * columns)
-        shares[columns] = tiles / (MULTIPROCESSORS * -(-tiles // MULTIPROCESSORS))
-    best = max(shares.values())
-    return next((columns, share) for columns, share in shares.items() if share > best - _CLOSE)
-
-
-def product_columns(rows: int, w: Array, segments: int) -> int:
-    """Columns of a tile of `matmul` in 16 bits: the most that fill the chip in several rounds.
-
-    With segments the registers hold sums and totals, so a tile has at most 128 columns.
-    """
-    shares = {}
-    for columns in (n for n in _PRODUCT_COLUMNS if w.shape[1] % n == 0):
-        tiles = rows // _TILE * w.shape[1] // columns
-        if columns <= _TILE or (tiles > MULTIPROCESSORS and segments == 1):
-            shares[columns] = tiles / (MULTIPROCESSORS * -(-tiles // MULTIPROCESSORS))
-    best = max(shares.values())
-    return next(columns for columns, share in shares.items() if share > best - _CLOSE)
-
-
-def _widths(w: Array | Fp8Matrix, turn: int) -> list[int]:
-    """The tile widths that divide the columns and hold whole groups of gate and up."""
-    width = math.prod(w.shape[1:])
-    return [n for n in _COLUMNS if n % (2 * turn) == 0 and width % n == 0]
 
 
 # Layers lower once.
@@ -132,7 +43,7 @@ def gated_matmul(
     blocks: int = MULTIPROCESSORS,
     interpret: Any = None,
 ) -> Float[Array, "*M C*W"]:
-    """See `api.gated_matmul`; `matmul` is the product alone.
+    """See `api_products.gated_matmul`; `matmul` is the product alone.
 
     Args:
         columns: Columns of a tile, see `choose_columns`.
@@ -140,9 +51,8 @@ def gated_matmul(
         blocks: Most thread blocks; each needs a multiprocessor to itself.
         interpret: An `InterpretGPUParams` runs it on a CPU, for tests.
     """
-    _, C, _, W = w.shape
     sizes = {"columns": columns, "dtype": dtype, "blocks": blocks, "interpret": interpret}
-    run = functools.partial(_launch, "gated_matmul", width=C * W, piece=W, **sizes)
+    run = functools.partial(_launch, "gated_matmul", **sizes)
     # Mosaic kernels have no batching rule, so vmap runs them one after another.
     return jax.custom_batching.sequential_vmap(run)(x, w)
 
@@ -162,22 +72,18 @@ def matmul(
 
     Args:
         segments: Parts of the depth that are summed separately and then added in order, as
-            `mosaic.split_matmul` and its reader do; more than 1 for 16 bits only.
+            `mosaic_few.split_matmul` and its reader do; more than 1 for 16 bits only.
     """
-    sizes = {
-        "columns": columns,
-        "segments": segments,
-        "dtype": dtype,
-        "blocks": blocks,
-        "interpret": interpret,
-    }
-    run = functools.partial(_launch, "matmul", width=w.shape[1], piece=_PIECE, **sizes)
+    sizes = {"columns": columns, "dtype": dtype, "blocks": blocks, "interpret": interpret}
+    run = functools.partial(_launch, "matmul", segments=segments, **sizes)
     return jax.custom_batching.sequential_vmap(run)(x, w)
 
 
-def _launch(name, x, w, *, width, piece, columns, dtype, blocks, interpret, segments=1):
-    """`x` times `w`, gated or not, as rows of `width` numbers, finished `piece` at a time."""
+def _launch(name, x, w, *, columns, dtype, blocks, interpret, segments=1):
+    """`x` times `w`, gated or not, as rows."""
     scales, is_gated = (), name == "gated_matmul"
+    width = math.prod(w.shape[1:]) // (2 if is_gated else 1)
+    piece = w.shape[-1] if is_gated else _PIECE  # columns that are finished at a time
     if isinstance(x, Fp8Rows):
         assert isinstance(w, Fp8Matrix)
         scales = (x.scales.reshape(-1), w.flat.scales)
@@ -187,26 +93,26 @@ def _launch(name, x, w, *, width, piece, columns, dtype, blocks, interpret, segm
         assert isinstance(w, jax.Array)
         lead, rows, flat = x.shape[:-1], x.reshape(-1, len(w)), w.reshape(len(w), -1)
     kind = jnp.dtype(dtype or rows.dtype)
-    depth = _DEPTH_BYTES // rows.dtype.itemsize
+    depth = DEPTH_BYTES // rows.dtype.itemsize
     transforms = swizzled(depth, rows.dtype)
-    out = (_CONSUMERS, _ROWS, columns // 2 if is_gated else columns)
-    step_bytes = (_TILE + columns) * _DEPTH_BYTES
+    out = (CONSUMERS, ROWS, columns // 2 if is_gated else columns)
+    step_bytes = (TILE + columns) * DEPTH_BYTES
     staged = math.prod(out) * kind.itemsize
-    staged += 2 * 4 * (_TILE + columns) if scales else 0
+    staged += 2 * 4 * (TILE + columns) if scales else 0
     stages = (SHARED_BYTES - staged) // step_bytes
     tile = (columns, depth) if scales else (depth, columns)
     scratch = {
-        "rows": plgpu.SMEM((stages, _CONSUMERS, _ROWS, depth), rows.dtype, transforms=transforms),
+        "rows": plgpu.SMEM((stages, CONSUMERS, ROWS, depth), rows.dtype, transforms=transforms),
         "weights": plgpu.SMEM((stages, *tile), rows.dtype, transforms=transforms),
         "out": plgpu.SMEM(out, kind, transforms=swizzled(piece, kind)),
-        "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=_CONSUMERS + 1),
-        "used": plgpu.Barrier(num_barriers=stages, num_arrivals=_CONSUMERS),
+        "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=CONSUMERS + 1),
+        "used": plgpu.Barrier(num_barriers=stages, num_arrivals=CONSUMERS),
     }
     if scales:  # two buffers: the scales of the next tile are loaded early
-        scratch["row_scales"] = plgpu.SMEM((2, _CONSUMERS, _ROWS), jnp.float32)
+        scratch["row_scales"] = plgpu.SMEM((2, CONSUMERS, ROWS), jnp.float32)
         scratch["column_scales"] = plgpu.SMEM((2, columns), jnp.float32)
-        scratch["scaled"] = plgpu.Barrier(num_barriers=2, num_arrivals=_CONSUMERS + 1)
-    tiles = len(rows) // _TILE * (width // out[-1])
+        scratch["scaled"] = plgpu.Barrier(num_barriers=2, num_arrivals=CONSUMERS + 1)
+    tiles = len(rows) // TILE * (width // out[-1])
     names = (*("of_rows", "of_columns")[: len(scales)], "result", *scratch)
     sizes = {"tiles": tiles, "columns": columns, "W": piece, "turns": range(out[-1] // piece)}
     sizes |= {"steps": rows.shape[1] // depth, "stages": stages, "segments": segments}
@@ -217,7 +123,7 @@ def _launch(name, x, w, *, width, piece, columns, dtype, blocks, interpret, segm
         grid=(min(tiles, blocks),),
         grid_names=("block",),
         kernel_name=name,
-        num_threads=_CONSUMERS + 1,
+        num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types=list(scratch.values()),
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -243,8 +149,8 @@ def _multiply(x, w, *refs, names, tiles, **settings):
     count = jax.lax.div(tiles - 1 - index, jnp.asarray(blocks, jnp.int32)) + 1
     where = {"warpgroup": warpgroup, "index": index, "count": count}
     block = _Block(x=x, w=w, refs=dict(zip(names, refs, strict=True)), **where, **settings)
-    pl.when(warpgroup == _CONSUMERS)(block.load)
-    pl.when(warpgroup < _CONSUMERS)(block.compute)
+    pl.when(warpgroup == CONSUMERS)(block.load)
+    pl.when(warpgroup < CONSUMERS)(block.compute)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -275,7 +181,7 @@ class _Block:
         """The row and the column, in tiles, of the i-th tile."""
         tile = self.index + i * jax.lax.axis_size("block")
         width = self.w.shape[0] if self.is_scaled else self.w.shape[1]
-        return origin(tile, self.x.shape[0] // _TILE, width // self.columns)
+        return origin(tile, self.x.shape[0] // TILE, width // self.columns)
 
     def load(self) -> None:
         """Load all tiles, as the loading warpgroup, and wait until they are used."""
@@ -302,8 +208,8 @@ class _Block:
             across = _piece(column, self.columns)
             source = self.w.at[across, deep] if self.is_scaled else self.w.at[deep, across]
             plgpu.copy_gmem_to_smem(source, refs["weights"].at[slot], loaded)
-            for group in range(_CONSUMERS):
-                source = self.x.at[_piece(row * _CONSUMERS + group, _ROWS), deep]
+            for group in range(CONSUMERS):
+                source = self.x.at[_piece(row * CONSUMERS + group, ROWS), deep]
                 plgpu.copy_gmem_to_smem(source, refs["rows"].at[slot, group], loaded)
             if self.is_scaled:  # the tile that used this buffer before is done by now
                 pl.when(step == 0)(lambda: self._load_scales(i & 1, row, column))
@@ -315,15 +221,15 @@ class _Block:
         refs, arrived = self.refs, self.refs["scaled"].at[half]
         source = refs["of_columns"].at[_piece(column, self.columns)]
         plgpu.copy_gmem_to_smem(source, refs["column_scales"].at[half], arrived)
-        for group in range(_CONSUMERS):
-            source = refs["of_rows"].at[_piece(row * _CONSUMERS + group, _ROWS)]
+        for group in range(CONSUMERS):
+            source = refs["of_rows"].at[_piece(row * CONSUMERS + group, ROWS)]
             plgpu.copy_gmem_to_smem(source, refs["row_scales"].at[half, group], arrived)
 
     def compute(self) -> None:
         """Multiply and store this warpgroup's rows of all tiles."""
         W, dtype = self.W, self.refs["result"].dtype
         plgpu.set_max_registers(232, action="increase")
-        none = plgpu.layout_cast(jnp.zeros((_ROWS, W), dtype), plgpu.Layout.WGMMA)
+        none = plgpu.layout_cast(jnp.zeros((ROWS, W), dtype), plgpu.Layout.WGMMA)
         start = jnp.asarray(0, jnp.int32), (none,) * (self.columns // W)
         _, sums = jax.lax.fori_loop(0, self.count, self._compute_tile, start)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -349,7 +255,7 @@ class _Block:
     def _segment(self, i, slot, before=None):
         """The sums of one segment of a tile; the first one also stores the tile `before`."""
         run = functools.partial(self._products, i=i, slot=slot, before=before)
-        return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((_ROWS, self.columns), jnp.float32))
+        return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((ROWS, self.columns), jnp.float32))
 
     def _products(self, sums, i, slot, before):
         refs = self.refs
@@ -386,10 +292,10 @@ class _Block:
         pieces = [sums[:, first : first + W] for first in range(0, self.columns, W)]
         if self.is_scaled:
             plgpu.barrier_wait(refs["scaled"].at[half])
-            by_row = load_scales(refs["row_scales"].at[half, self.warpgroup], 0, (_ROWS, W))
+            by_row = load_scales(refs["row_scales"].at[half, self.warpgroup], 0, (ROWS, W))
             for i in range(len(pieces)):
                 by_column = refs["column_scales"].at[half, pl.ds(i * W, W)]
-                pieces[i] = pieces[i] * by_row * load_scales(by_column, 1, (_ROWS, W))
+                pieces[i] = pieces[i] * by_row * load_scales(by_column, 1, (ROWS, W))
         return tuple(piece.astype(refs["result"].dtype) for piece in pieces)
 
     def _finish(self, sums, j: int) -> None:
@@ -406,7 +312,7 @@ class _Block:
         """Write the i-th tile, as `_finish` left it, to the result."""
         plgpu.commit_smem()
         row, column = self.place(i)
-        rows = _piece(row * _CONSUMERS + self.warpgroup, _ROWS)
+        rows = _piece(row * CONSUMERS + self.warpgroup, ROWS)
         target = self.refs["result"].at[rows, _piece(column, self.staged.shape[1])]
         plgpu.copy_smem_to_gmem(self.staged, target)
 

@@ -32,7 +32,7 @@ from ..hopper.peers import (
 )
 from .fp8 import DTYPE as FP8
 from .fp8 import Fp8Rows
-from .mosaic import store_normed
+from .mosaic_norm import store_normed
 
 
 def buffer_words(num_devices: int) -> int:

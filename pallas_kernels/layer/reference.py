@@ -77,7 +77,7 @@ def sandwich_norm(
 def gated_matmul(
     x: Float[Array, "... K"], w: Float[Array, "K C 2 W"], activation: Activation = "silu"
 ) -> Array:
-    """See `api.gated_matmul`; this one also takes other activations."""
+    """See `api_products.gated_matmul`; this one also takes other activations."""
     return gated(matmul(x, w), activation)
 
 

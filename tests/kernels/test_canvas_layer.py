@@ -16,9 +16,9 @@ from dllm_jax.kernels.layer import (
     RoutedRows,
     fp8,
     gate,
-    mosaic,
     mosaic_gate,
     mosaic_heads,
+    mosaic_norm,
     norm_rotate,
     quantize_rows,
     reference,
@@ -117,7 +117,7 @@ def test_norms_of_both_halves_match_numpy(is_second):
         total *= np.where(mode, np.float64(factors[1]), np.float64(factors[0]))[..., None]
     want = [total, *(oracle.rms_norm(total, scale, EPS) for scale in following)]
 
-    run = functools.partial(mosaic.sandwich_norm, **jax.tree.map(jnp.asarray, how), eps=EPS)
+    run = functools.partial(mosaic_norm.sandwich_norm, **jax.tree.map(jnp.asarray, how), eps=EPS)
     given = jax.tree.map(jnp.asarray, (branches, following))
     with_routed = given
     if is_second:  # the experts' half by places, of which a row has one
@@ -183,7 +183,7 @@ def test_norms_from_8_bits_to_8_bits_are_those_of_rounded_rows(is_second):
     def norms(call, rows, **more):
         return call(x, ((rows, scale), *others), following, EPS, is_quantized=True, **how, **more)
 
-    kept, normed = interpreted(functools.partial(norms, mosaic.sandwich_norm, sums))
+    kept, normed = interpreted(functools.partial(norms, mosaic_norm.sandwich_norm, sums))
     like, (first, *rest) = norms(sandwich_norm, plain, implementation="xla")
     assert (kept == like).mean() > 0.99
     same_rows(normed[0], first)

@@ -15,16 +15,17 @@ from dllm_jax.kernels.layer import (
     Fp8Rows,
     LayerOps,
     add_rms_norm,
-    api,
+    api_products,
     fp8,
     gated_matmul,
-    mosaic,
+    mosaic_few,
     mosaic_many,
+    mosaic_norm,
     qkv_matmul,
     split_matmul,
     takes_groups,
 )
-from dllm_jax.kernels.layer.mosaic import Tiling
+from dllm_jax.kernels.layer.mosaic_few_tiling import Tiling
 from dllm_jax.models.layers import gate_up_shape, swiglu
 from tests.cross_lowering import H200, needs_mosaic, shared_arrays
 from tests.kernels.test_layer_mosaic import (
@@ -216,7 +217,7 @@ def test_split_matmul_of_8_bits_is_exact(rows, depth, width, tiling, group):
         scales = np.pad(scales, ((0, 0), (0, -scales.shape[1] % 64)), constant_values=np.nan)
         x = Fp8Groups(values.reshape(*rows, depth), jnp.asarray(scales))
     got = interpreted(
-        lambda *flat, **how: mosaic.split_matmul(
+        lambda *flat, **how: mosaic_few.split_matmul(
             type(x)(*flat[:2]), Fp8Matrix(*flat[2:]), tiling=tiling, dtype="bfloat16", **how
         ),
         *(x.values, x.scales, w.values, w.scales),
@@ -247,7 +248,7 @@ def test_gated_matmul_of_8_bits_matches_numpy(rows, depth, turns, how):
     w = (np.float32(w) / np.sqrt(depth)).astype(w.dtype)
     held, matrix = fp8.quantize_rows(jnp.asarray(x)), fp8.quantize_matrix(jnp.asarray(w))
     got = interpreted(
-        lambda *flat, **more: (mosaic if "tiling" in how else mosaic_many).gated_matmul(
+        lambda *flat, **more: (mosaic_few if "tiling" in how else mosaic_many).gated_matmul(
             Fp8Rows(*flat[:2]), Fp8Matrix(*flat[2:]), dtype="bfloat16", **how, **more
         ),
         *(held.values, held.scales, matrix.values, matrix.scales),
@@ -261,7 +262,7 @@ def test_gated_matmul_of_8_bits_matches_numpy(rows, depth, turns, how):
         return
     values, scales = interpreted(
         lambda *flat, **more: (lambda out: (out.values, out.scales))(
-            mosaic.gated_matmul(
+            mosaic_few.gated_matmul(
                 *(Fp8Rows(*flat[:2]), Fp8Matrix(*flat[2:])),
                 **(how | more | {"dtype": "bfloat16", "is_quantized": True}),
             )
@@ -300,7 +301,7 @@ def test_a_norm_in_8_bits_is_the_norm_and_then_the_rounding(parts):
     x[0, 1] = 0
     (y,) = normal(7, (*([parts] if parts else []), 2, 3, 512), dtype="float32")
     y[..., 0, 1, :] = 0  # the sum of a row is zero
-    run = functools.partial(mosaic.add_rms_norm, eps=EPS)
+    run = functools.partial(mosaic_norm.add_rms_norm, eps=EPS)
     total, normed = interpreted(run, x, y, scale)
     same, (values, scales) = interpreted(
         lambda *arrays, **how: (lambda total, rows: (total, (rows.values, rows.scales)))(
@@ -328,7 +329,9 @@ def test_rows_are_rounded_by_mosaic_as_by_xla(shape, dtype):
     x[..., 0, :] = 0
     x[..., 1, :] *= np.asarray(100, x.dtype)
     values, scales = interpreted(
-        lambda x, **how: (lambda rows: (rows.values, rows.scales))(mosaic.quantize_rows(x, **how)),
+        lambda x, **how: (lambda rows: (rows.values, rows.scales))(
+            mosaic_norm.quantize_rows(x, **how)
+        ),
         x,
     )
     want, want_scales = oracle.quantized_rows(np.float32(x))
@@ -346,7 +349,7 @@ def test_rows_in_8_bits_do_not_depend_on_each_other_in_mosaic():
 
     def product(values, scales, **how):
         tiling = Tiling(depth=128, stages=2)
-        return mosaic.split_matmul(
+        return mosaic_few.split_matmul(
             Fp8Rows(values, scales), matrix, tiling=tiling, dtype="float32", **how
         )
 
@@ -356,13 +359,13 @@ def test_rows_in_8_bits_do_not_depend_on_each_other_in_mosaic():
     assert np.isnan(np.delete(alone, 3, axis=0)).all()
 
     def norm(y, **how):
-        _, rows = mosaic.add_rms_norm(y, y, y[0] * 0 + 1, EPS, is_quantized=True, **how)
+        _, rows = mosaic_norm.add_rms_norm(y, y, y[0] * 0 + 1, EPS, is_quantized=True, **how)
         return rows.values, rows.scales
 
     lonely = np.where(np.arange(6)[:, None] == 0, y, np.nan).astype(y.dtype)
 
     def rounded(y, **how):
-        rows = mosaic.quantize_rows(y, **how)
+        rows = mosaic_norm.quantize_rows(y, **how)
         return rows.values, rows.scales
 
     for call in (norm, rounded):
@@ -440,13 +443,13 @@ def test_tilings_of_8_bits_fit_into_shared_memory(monkeypatch, on_hopper):
 
     def products(x, gate, inner, down, heads, out):
         for reader in (None, down):
-            y = run(api._few_rows_fp8(x, gate, jnp.bfloat16, reader), x, gate)
+            y = run(api_products._few_gated(x, gate, jnp.bfloat16, reader), x, gate)
             held = y if isinstance(y, Fp8Groups) else inner
-            run(api._split_fp8(held, down, jnp.bfloat16), held, down)
-        run(api._split_fp8(heads, out, jnp.bfloat16), heads, out)
+            run(api_products._few_split(held, down, jnp.bfloat16), held, down)
+        run(api_products._few_split(heads, out, jnp.bfloat16), heads, out)
 
     kind = ""
-    monkeypatch.setattr(mosaic.plgpu, "kernel", launch)
+    monkeypatch.setattr(mosaic_few.plgpu, "kernel", launch)
     for rows in (8, 32, 72, 128):
         for sizes in sorted(dense_models()):
             shapes = of_model(rows, *sizes)

@@ -18,13 +18,14 @@ from dllm_jax.kernels.layer import (
     RoutedRows,
     add_rms_norm,
     gated_matmul,
-    mosaic,
+    mosaic_few,
     mosaic_many,
+    mosaic_norm,
     qkv_matmul,
     reference,
     split_matmul,
 )
-from dllm_jax.kernels.layer.mosaic import Tiling
+from dllm_jax.kernels.layer.mosaic_few_tiling import Tiling
 from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.layers import gate_up_shape
@@ -118,7 +119,7 @@ def interpreted(call, *arrays, **how):
 )
 def test_split_matmul_is_exact(rows, depth, width, dtype, tiling):
     x, w = integers(0, (*rows, depth), (depth, width), dtype=dtype)
-    got = interpreted(mosaic.split_matmul, x, w, tiling=tiling)
+    got = interpreted(mosaic_few.split_matmul, x, w, tiling=tiling)
     if tiling.splits == 1:
         assert got.dtype == x.dtype
         assert np.array_equal(got, (np.float32(x) @ np.float32(w)).astype(x.dtype))
@@ -141,7 +142,7 @@ def test_split_matmul_is_exact(rows, depth, width, dtype, tiling):
     ],
 )
 def test_gated_matmul_rounds_both_products_and_no_more(rows, depth, width, tiling):
-    assert_gated(mosaic.gated_matmul, rows, depth, (width // 32, 2, 32), tiling=tiling)
+    assert_gated(mosaic_few.gated_matmul, rows, depth, (width // 32, 2, 32), tiling=tiling)
 
 
 @pytest.mark.slow(unless="pallas_kernels")
@@ -233,7 +234,7 @@ def test_every_tile_comes_once_and_a_band_of_rows_before_the_next(down, across):
 def test_add_rms_norm_matches_numpy(parts, dtype, width):
     x, scale = normal(2, (2, 3, width), (width,))
     (y,) = normal(3, (*([parts] if parts else []), 2, 3, width), dtype=dtype)
-    total, normed = interpreted(mosaic.add_rms_norm, x, y, scale, eps=EPS)
+    total, normed = interpreted(mosaic_norm.add_rms_norm, x, y, scale, eps=EPS)
     want = oracle.add_rms_norm(x, y, scale, EPS)
     close(total, want[0])
     close(normed, want[1])
@@ -252,7 +253,7 @@ def test_add_rms_norm_adds_up_the_results_of_experts():
 
     def run(x, *given, interpret):
         routed, parts = RoutedRows(*given[:3]), given[3].astype(jnp.float32)
-        return mosaic.add_rms_norm(x, (routed, parts), given[4], EPS, interpret=interpret)
+        return mosaic_norm.add_rms_norm(x, (routed, parts), given[4], EPS, interpret=interpret)
 
     got = interpreted(run, x, results, place, weights, parts, scale)
     there = place < 16
@@ -271,7 +272,7 @@ def test_add_rms_norm_rounds_its_scale():
     """A scale in float32 counts as what it is in the type of the rows, as in the other forms."""
     x, y = normal(4, (4, 512), (4, 512))
     (scale,) = normal(5, (512,), dtype="float32")
-    got = interpreted(mosaic.add_rms_norm, x, y, scale, eps=EPS)
+    got = interpreted(mosaic_norm.add_rms_norm, x, y, scale, eps=EPS)
     for a, b in zip(
         got, reference.add_rms_norm(*map(jnp.asarray, (x, y, scale)), EPS), strict=True
     ):
@@ -283,9 +284,9 @@ def test_rows_do_not_depend_on_each_other():
     """All others are NaN, and come out as NaN."""
     x, w, y = integers(6, (72, 128), (128, 2, 2, 32), (6, 512))
     flat = w.reshape(128, -1)
-    split = functools.partial(mosaic.split_matmul, w=jnp.asarray(flat), tiling=Tiling(stages=2))
-    gated = functools.partial(mosaic.gated_matmul, w=jnp.asarray(w), tiling=Tiling(stages=2))
-    normed = functools.partial(mosaic.add_rms_norm, y=y, scale=jnp.asarray(y[0]), eps=EPS)
+    split = functools.partial(mosaic_few.split_matmul, w=jnp.asarray(flat), tiling=Tiling(stages=2))
+    gated = functools.partial(mosaic_few.gated_matmul, w=jnp.asarray(w), tiling=Tiling(stages=2))
+    normed = functools.partial(mosaic_norm.add_rms_norm, y=y, scale=jnp.asarray(y[0]), eps=EPS)
     for call, rows, want in (
         (split, x, [np.float64(x) @ np.float64(flat)]),
         (gated, x, [oracle.gated_matmul(x, w, x.dtype)]),
@@ -334,13 +335,13 @@ def chosen(monkeypatch, call, x, w):
     """The tiling with which an operation runs its kernel; None if it runs another back end."""
     found = []
 
-    def spy(x, w, *, tiling):
+    def spy(x, w, *, tiling, **_):
         found.append(tiling)
         return jnp.zeros((*x.shape[:-1], w.shape[-1]), x.dtype)
 
     with monkeypatch.context() as patch:
-        patch.setattr(mosaic, "split_matmul", spy)
-        patch.setattr(mosaic, "gated_matmul", spy)
+        patch.setattr(mosaic_few, "split_matmul", spy)
+        patch.setattr(mosaic_few, "gated_matmul", spy)
         jax.eval_shape(lambda x, w: call(x, w), x, w)
     return found[0] if found else None
 
@@ -419,7 +420,7 @@ def test_gate_and_up_of_many_rows_are_joined_where_tiles_fill_the_chip(monkeypat
     def columns(model, rows, **how):
         found = []
 
-        def spy(x, w, *, columns):
+        def spy(x, w, *, columns, **_):
             found.append(columns)
             return jnp.zeros((*x.shape[:-1], w.shape[1] * w.shape[3]), x.dtype)
 
@@ -459,7 +460,7 @@ def test_chosen_tilings_fit_into_shared_memory(monkeypatch, on_hopper):
         bytes_of.append(size)
         return lambda *_: [jnp.zeros(each.shape, each.dtype) for each in out_type]
 
-    monkeypatch.setattr(mosaic.plgpu, "kernel", launch)
+    monkeypatch.setattr(mosaic_few.plgpu, "kernel", launch)
     count = 0
     for rows in (8, 64, 72, 128):
         for sizes in sorted(dense_models()):
@@ -470,7 +471,7 @@ def test_chosen_tilings_fit_into_shared_memory(monkeypatch, on_hopper):
                 count += 1
                 assert tiling.stages >= 2
                 # Not what a jit has traced, nor for it to keep.
-                run = mosaic.gated_matmul if call is gated_matmul else mosaic.split_matmul
+                run = mosaic_few.gated_matmul if call is gated_matmul else mosaic_few.split_matmul
                 flat = real(len(w), w.size // len(w))
                 operands = x, w if call is gated_matmul else flat
                 jax.eval_shape(functools.partial(run.__wrapped__, tiling=tiling), *operands)
@@ -545,7 +546,7 @@ def test_many_at_once_are_one_kernel_many_times(on_hopper, name):
 @pytest.mark.slow
 def test_many_at_once_are_exact():
     x, w, other = integers(7, (2, 8, 64), (2, 64, 64), (64, 64))
-    call = functools.partial(mosaic.split_matmul, tiling=Tiling(stages=2))
+    call = functools.partial(mosaic_few.split_matmul, tiling=Tiling(stages=2))
     for axis, matrix in ((0, w), (None, other)):
 
         def many(x, w, interpret, axis=axis):

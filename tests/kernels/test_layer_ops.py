@@ -16,6 +16,8 @@ from dllm_jax.kernels.layer import (
     LayerOps,
     add_rms_norm,
     mosaic,
+    mosaic_few,
+    mosaic_norm,
     rotate_qkv,
     split_matmul,
 )
@@ -178,13 +180,17 @@ def test_trunk_of_mosaic_kernels_is_the_trunk(monkeypatch):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     ran = []
-    for name in ("add_rms_norm", "split_matmul", "gated_matmul"):
+    for module, name in (
+        (mosaic_norm, "add_rms_norm"),
+        (mosaic_few, "split_matmul"),
+        (mosaic_few, "gated_matmul"),
+    ):
 
         def run(call, *args, **how):
             ran.append((call.__name__, how["tiling"].splits if "tiling" in how else None))
             return call(*args, **how, interpret=plgpu.InterpretGPUParams())
 
-        monkeypatch.setattr(mosaic, name, functools.partial(run, getattr(mosaic, name)))
+        monkeypatch.setattr(module, name, functools.partial(run, getattr(module, name)))
     monkeypatch.setattr(mosaic, "unsupported", lambda x: None)
     cfg = dataclasses.replace(CFG, hidden_size=512, ffn_size=256)
     same_trunk(cfg, 4, ALL_MOSAIC)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from dllm_jax.kernels import lowered
-from dllm_jax.kernels.layer import mosaic
+from dllm_jax.kernels.layer import mosaic_norm
 from tests.cross_lowering import H200
 
 ROWS = jax.ShapeDtypeStruct((32, 512), jnp.bfloat16)
@@ -34,13 +34,13 @@ def bodies(monkeypatch, no_folder):
     if jax.__version_info__ < (0, 11, 2):
         pytest.skip("Mosaic kernels need jax 0.11.2")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    seen, body = [], mosaic._add_rms_norm
+    seen, body = [], mosaic_norm._add_rms_norm
 
     def noted(*refs, eps, **how):
         seen.append(eps)
         return body(*refs, eps=eps, **how)
 
-    monkeypatch.setattr(mosaic, "_add_rms_norm", noted)
+    monkeypatch.setattr(mosaic_norm, "_add_rms_norm", noted)
     return seen
 
 
@@ -59,20 +59,20 @@ def test_programs_share_the_text_of_a_kernel(bodies):
     eps = 3e-6  # of no other test
 
     def norm(x, y, scale):
-        return mosaic.add_rms_norm(x, y, scale, eps)
+        return mosaic_norm.add_rms_norm(x, y, scale, eps)
 
     texts = [text_of(lambda *rows: norm(*rows)) for _ in range(2)]
     assert bodies == [eps]
     assert texts[0] == texts[1]
     assert texts[0].count("@mosaic_gpu_v2") == 1  # layers share it too
-    other = text_of(lambda x, y, scale: mosaic.add_rms_norm(x, y, scale, 2 * eps))
+    other = text_of(lambda x, y, scale: mosaic_norm.add_rms_norm(x, y, scale, 2 * eps))
     assert bodies == [eps, 2 * eps]
     assert other != texts[0]
 
 
 def test_no_operand_is_a_slice_that_xla_reads_in_place(bodies):
     """It may begin anywhere, and Mosaic then refuses the launch; see `hopper.kernel`."""
-    text = text_of(lambda x, y, scale: mosaic.add_rms_norm(x, y, scale, 4e-6))
+    text = text_of(lambda x, y, scale: mosaic_norm.add_rms_norm(x, y, scale, 4e-6))
     barriers = set(re.findall(r"(%\w+):\d+ = stablehlo.optimization_barrier", text))
     (operands,) = re.findall(r"@mosaic_gpu_v2\((.*?)\)", text)
     assert {name.split("#")[0] for name in operands.split(", ")} <= barriers
@@ -87,7 +87,7 @@ def test_no_operand_is_a_slice_that_xla_reads_in_place(bodies):
 
 def test_one_after_another_under_vmap(bodies):
     def norm(x, y, scale):
-        return mosaic.add_rms_norm(x, y, scale, 5e-6)
+        return mosaic_norm.add_rms_norm(x, y, scale, 5e-6)
 
     many = jax.ShapeDtypeStruct((4, *ROWS.shape), ROWS.dtype)
     with jax.sharding.use_abstract_mesh(H200):
@@ -105,7 +105,7 @@ def test_the_next_process_reads_the_text(bodies, folder, monkeypatch):
     names = ("eps", "is_quantized", "interpret")
 
     def text():  # of a process that has kept nothing
-        norm = lowered.lowered_once(static_argnames=names)(mosaic.add_rms_norm.__wrapped__)
+        norm = lowered.lowered_once(static_argnames=names)(mosaic_norm.add_rms_norm.__wrapped__)
         return text_of(functools.partial(norm, eps=7e-6))
 
     def damage():

@@ -21,8 +21,14 @@ from dllm_jax.engine.active import accept
 from dllm_jax.engine.layout import TILE_OF_KEYS, DeviceFailure, EngineConfig
 from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.kernels import hopper
-from dllm_jax.kernels.layer import mosaic, mosaic_many
-from dllm_jax.kernels.layer.api import qkv_matmul
+from dllm_jax.kernels.layer import (
+    mosaic,
+    mosaic_few,
+    mosaic_few_tiling,
+    mosaic_many,
+    mosaic_many_tiling,
+    qkv_matmul,
+)
 from dllm_jax.kernels.paged_attention import TILE, WindowMask, whole_tile
 from dllm_jax.kernels.paged_attention.mosaic import attention
 from dllm_jax.kernels.paged_attention.mosaic_tiling import Tiling, choose_alike, choose_tiling
@@ -52,11 +58,12 @@ def test_sums_are_divided_by_the_matrix_alone(name):
     heads = (cfg.num_heads + 2 * cfg.num_kv_heads) * H
     for K, N in ((D, heads), (cfg.num_heads * H, D), (cfg.ffn_size, D)):
         w = real(K, N)
-        parts = mosaic.segments(w)
-        tilings = [mosaic.choose_tiling(real(rows, K), w, splits=parts) for rows in ROWS]
+        parts = mosaic_few_tiling.segments(w)
+        choose = mosaic_few_tiling.choose_tiling
+        tilings = [choose(real(rows, K), w, splits=parts) for rows in ROWS]
         assert {tiling.splits for tiling in tilings} == {parts}
         for rows in (256, 512, 1024, 4096):
-            columns = mosaic_many.product_columns(rows, w, parts)
+            columns = mosaic_many_tiling.product_columns(rows, w, parts)
             assert N % columns == 0
             assert columns <= 128 or parts == 1, "the registers hold no more"
 
@@ -91,8 +98,8 @@ def test_few_and_many_rows_are_added_up_alike(parts):
     )
     how = {"interpret": plgpu.InterpretGPUParams()}
     many = mosaic_many.matmul(x, w, columns=128, segments=parts, **how)
-    tiling = mosaic.choose_tiling(x, w, splits=parts)
-    few = mosaic.split_matmul(x, w, tiling=tiling, **how)
+    tiling = mosaic_few_tiling.choose_tiling(x, w, splits=parts)
+    few = mosaic_few.split_matmul(x, w, tiling=tiling, **how)
     few = few if parts == 1 else sum(few[1:], few[0]).astype(x.dtype)
     assert np.array_equal(np.asarray(many, np.float32), np.asarray(few, np.float32))
     halves = [x[:, i::2].astype(jnp.float32) @ w[i::2].astype(jnp.float32) for i in range(2)]
@@ -161,14 +168,14 @@ def test_a_row_has_the_same_bits_wherever_its_window_begins():
 def test_a_few_rows_are_multiplied_among_whole_tiles(monkeypatch):
     x, w = jnp.ones((3, 256), jnp.bfloat16), jnp.ones((256, 4, 4, 64), jnp.bfloat16)
     monkeypatch.setattr(mosaic, "unsupported", lambda x: None)
-    run = mosaic.split_matmul
+    run = mosaic_few.split_matmul
 
     def shown(rows, w, **how):
         seen.append(len(rows))
         return run(rows, w, **how, interpret=plgpu.InterpretGPUParams())
 
     seen = []
-    monkeypatch.setattr(mosaic, "split_matmul", shown)
+    monkeypatch.setattr(mosaic_few, "split_matmul", shown)
     out = qkv_matmul(x, w, one_rounding=True, implementation="mosaic")
     assert seen == [8]
     assert out.shape[-4:] == (3, 4, 4, 64)
