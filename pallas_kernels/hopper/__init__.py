@@ -44,6 +44,11 @@ def kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
     return lambda *operands: launch(*jax.lax.optimization_barrier(operands))
 
 
+def whole(number: Any) -> Array:
+    """Convert a number to int32, the type of all integers of the kernels."""
+    return jnp.asarray(number, jnp.int32)
+
+
 def load(ref: Any, layout: Any, optimized: bool = False) -> Array:
     """Load a whole reference into registers of this layout."""
     # jax 0.10 requires an index here.

@@ -291,7 +291,7 @@ def test_a_route_of_16_bits_on_the_tensor_cores_is_that_of_float32(name):
 def test_a_row_has_the_same_scores_among_few_rows_and_many():
     """Of many rows a block adds up the parts of the depth; of few, the choice does."""
     x, weights = normal(6, (1088, 512), (512, 64))
-    few, many = (interpreted(router_mosaic._scores, x[:n], weights) for n in (64, len(x)))
+    few, many = (interpreted(router_mosaic.scores, x[:n], weights) for n in (64, len(x)))
     assert (len(few), len(many)) == (4, 1)
     assert np.array_equal(many[0, :64], functools.reduce(np.add, few))
 
