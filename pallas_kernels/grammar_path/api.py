@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import jax
 
-from . import triton
+from .triton_ids import label_scores, tokens_along
+from .triton_paths import best_path, walk
 
 
 class PathKernels(NamedTuple):
@@ -31,7 +32,7 @@ class PathKernels(NamedTuple):
     walk: Callable
 
 
-TRITON = PathKernels(triton.label_scores, triton.best_path, triton.tokens_along, triton.walk)
+TRITON = PathKernels(label_scores, best_path, tokens_along, walk)
 
 
 def choose() -> PathKernels | None:

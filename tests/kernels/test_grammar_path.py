@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dllm_jax.kernels import grammar_path
-from dllm_jax.kernels.grammar_path import triton
+from dllm_jax.kernels.grammar_path import triton_paths
 from dllm_jax.kernels.token_readout import IdClasses, class_readout, mosaic, token_readout
 from dllm_jax.runner import grammars
 from dllm_jax.runner.chunks import by_row
@@ -113,7 +113,7 @@ def test_the_engines_half_is_the_same_too(seed):
         np.testing.assert_array_equal(np.asarray(a)[:-1], np.asarray(b)[:-1])
     kind = view.kind.at[0].set(constraint.KNOWN)  # the others have holes
     given = view.grammar, view.at, kind, view.known
-    walked = triton.walk(*given, skip=constraint.SKIP, hole=constraint.HOLE, interpret=True)
+    walked = triton_paths.walk(*given, skip=constraint.SKIP, hole=constraint.HOLE, interpret=True)
     for slot in range(SLOTS - 1):
         at = int(view.at[slot])
         for cell in range(CELLS + 1):
