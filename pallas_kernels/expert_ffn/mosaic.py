@@ -152,7 +152,7 @@ def routed_rows(
             raise ValueError(f"{tiling=} begins columns early; the dense half's lie in turns")
         numbers = {"experts": E, "count": inner // F, "inner": inner}
         beside = Beside(**numbers, rows=len(x), tile_rows=tiling.tile_rows)
-    rows, place, tiles, num_tiles = sorted_rows(
+    rows, place, tiles = sorted_rows(
         x, expert_ids, E, tiling.tile_rows, is_small, interpret, held, beside
     )
 
@@ -163,12 +163,12 @@ def routed_rows(
         root = jax.lax.rsqrt(1 + jnp.exp(-slope))  # one instruction; a division takes about twenty
         return gate * (root * root) * up
 
-    how = {"tiles": tiles, "num_tiles": num_tiles, "tiling": tiling, "interpret": interpret}
-    multiply = functools.partial(product, dtype=x.dtype, beside=beside, **how)
-    inner = multiply(rows, w_gate_up, more_gate_up, gated, parts=2, columns=tiling.gate_up)
+    how = {"tiles": tiles, "dtype": x.dtype, "tiling": tiling, "interpret": interpret}
+    multiply = functools.partial(product, **how)
+    inner = multiply(rows, w_gate_up, more_gate_up, gated, parts=2)
     if is_small:
         inner = rounded(inner, F, interpret, beside)
-    results = multiply(inner, w_down, more_down, lambda sums: sums, parts=1, columns=tiling.down)
+    results = multiply(inner, w_down, more_down, lambda sums: sums, parts=1)
     routed = RoutedRows(results, place, expert_weights.astype(jnp.float32))
     if beside is None:
         return (routed,)

@@ -11,8 +11,8 @@ experts are never written; their results are garbage and never read.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from .. import hopper
-from ..hopper import load
+from ..hopper import load, whole
 from ..layer.fp8 import DTYPE as FP8
 from ..layer.fp8 import Fp8Rows, factors_of_scalar
 from .tiles import NO_PLACE, max_tiles
@@ -36,21 +36,13 @@ _BETWEEN = 24  # tiles of experts between those of a dense half
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Beside:
-    """The position of a dense half among the experts.
+    """The position of a dense half among the experts."""
 
-    Attributes:
-        experts: Number of experts; higher expert numbers belong to the dense half.
-        count: Number of experts that the dense half counts as, and of regions of inner columns.
-        inner: Inner columns of the dense half.
-        rows: Rows of the dense half.
-        tile_rows: As in `sorted_rows`.
-    """
-
-    experts: int
-    count: int
-    inner: int
-    rows: int
-    tile_rows: int
+    experts: int  # higher expert numbers belong to the dense half
+    count: int  # experts that the dense half counts as, and regions of inner columns
+    inner: int  # inner columns of the dense half
+    rows: int  # of the dense half
+    tile_rows: int  # as in `sorted_rows`
 
     @property
     def apart(self) -> int:
@@ -75,6 +67,24 @@ class Beside:
         return jnp.minimum(i * _BETWEEN, tiles) + i * self.tiles
 
 
+class Tiles(NamedTuple):
+    """Tiles of sorted rows; lines of the table past the last tile are arbitrary."""
+
+    table: Int[Array, "N 3"]  # expert, place of the first row, number of rows
+    numbers: Int[Array, " n"]  # the last one counts the tiles of experts, without a dense half's
+    beside: Beside | None
+
+
+class _Out(NamedTuple):
+    """What a launch writes."""
+
+    place: Any  # of pairs
+    tiles: Any
+    rows: Sequence[Any]  # by place; for 8 bits, values and scales
+    tile_rows: int
+    beside: Beside | None
+
+
 def sorted_rows(
     x: Float[Array, "T D"],
     expert_ids: Int[Array, "T k"],
@@ -84,11 +94,8 @@ def sorted_rows(
     interpret: Any,
     held: Fp8Rows | None = None,
     beside: Beside | None = None,
-) -> tuple[Float[Array, "P D"] | Fp8Rows, Int[Array, "T k"], Int[Array, "N 3"], Int[Array, " n"]]:
-    """Rows by place, the place of each pair, the tiles, and numbers that end in the tile count.
-
-    A tile is its expert, the place of its first row and its number of rows. Places between experts
-    and tiles past the last one are arbitrary. The count covers the tiles of experts only.
+) -> tuple[Float[Array, "P D"] | Fp8Rows, Int[Array, "T k"], Tiles]:
+    """Rows by place, the place of each pair, and the tiles; rows between experts are arbitrary.
 
     Args:
         held: Rows of the dense half; None: `x`.
@@ -104,19 +111,22 @@ def sorted_rows(
         most_tiles += beside.count * beside.tiles
         given = (x,) if held is None else (x, held.values.reshape(T, K), held.scales.reshape(T))
     kinds = rows_like(places, K, FP8 if is_quantized else x.dtype)
-    out = [
-        jax.ShapeDtypeStruct((T, k), jnp.int32),
-        jax.ShapeDtypeStruct((most_tiles, 3), jnp.int32),
-        *kinds,
-    ]
+    shapes = (T, k), (most_tiles, 3)
+    out = [*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes), *kinds]
 
-    def launch(body: Callable[..., Any], out_type: Any, *counts: Array, **how: Any) -> list[Array]:
-        body = functools.partial(body, k=k, tile_rows=tile_rows, beside=beside, **how)
-        if beside is not None:
-            how = {"beside": beside, "has_rows": held is not None, "targets": len(kinds)}
-            body = functools.partial(_place_beside, body=body, **how)
+    def launch(body: Callable[..., Any], out_type: Any, *counts: Array) -> list[Array]:
+        def run(x, *refs):
+            of_dense, refs = refs[: len(given) - 1], refs[len(given) - 1 :]
+            *more, place, tiles = refs[: -len(kinds)]
+            written = _Out(place, tiles, refs[-len(kinds) :], tile_rows, beside)
+            place_row = functools.partial(body, x, *more, written)
+            if beside is None:
+                place_row()
+            else:
+                _place_beside(place_row, of_dense, written, beside)
+
         return hopper.kernel(
-            body,
+            run,
             out_type=out_type,
             grid=(T,),
             grid_names=("row",),
@@ -126,7 +136,7 @@ def sorted_rows(
 
     count = jax.ShapeDtypeStruct((1,), jnp.int32)
     if len(ids) == 1:
-        num_tiles, *found = launch(_place_few, [count, *out], E=E)
+        num_tiles, *found = launch(functools.partial(_place_few, E=E), [count, *out])
     else:
         # Comparisons and sums fuse into one launch each; a sort or a running sum takes several.
         experts = jnp.arange(E, dtype=jnp.int32)
@@ -137,7 +147,8 @@ def sorted_rows(
             before, first, num_tiles = _sums_of_earlier(counts, experts, tile_rows)
             found = launch(_place, out, before, first, num_tiles)
     place, tiles, rows, *scales = found
-    return Fp8Rows(rows, *scales) if scales else rows, place, tiles, num_tiles
+    tiles = Tiles(tiles, num_tiles, beside)
+    return Fp8Rows(rows, *scales) if scales else rows, place, tiles
 
 
 def _by_chunks(ids: Int[Array, "T k"]) -> Int[Array, "C P"]:
@@ -175,21 +186,19 @@ def rows_like(count: int, width: int, dtype: Any) -> list[jax.ShapeDtypeStruct]:
     return [rows, jax.ShapeDtypeStruct((count,), jnp.float32)] if dtype == FP8 else [rows]
 
 
-def _place_beside(x, *refs, body, beside, has_rows, targets):
-    """Run `body` and place a row of the dense half; `body` counts the tiles of experts.
+def _place_beside(place_row, held, out: _Out, beside: Beside) -> None:
+    """Place a row of the experts and one of the dense half, whose tiles follow those of experts.
 
     Args:
-        has_rows: The dense half has other rows than the experts.
-        targets: Number of references that a row is written to: values and, for 8 bits, scales.
+        held: Values and scales of the dense half's rows; empty if they are those of the experts.
     """
-    row, size = jax.lax.axis_index("row"), jnp.asarray(beside.tile_rows, jnp.int32)
-    held = ()
-    if has_rows:
-        (numbers, units), refs = refs[:2], refs[2:]
-        held = load(numbers.at[row], strided(numbers.shape[1], 8)), units[row]
-    count, values = body(x, *refs)
-    tiles = refs[-targets - 1]
-    for ref, value in zip(refs[-targets:], held or values, strict=True):
+    row, size = jax.lax.axis_index("row"), whole(beside.tile_rows)
+    own = ()
+    if held:
+        numbers, units = held
+        own = load(numbers.at[row], strided(numbers.shape[1], 8)), units[row]
+    count, values = place_row()
+    for ref, value in zip(out.rows, own or values, strict=True):
         ref[row] = value
     before = jax.lax.div(row, size)
 
@@ -197,18 +206,19 @@ def _place_beside(x, *refs, body, beside, has_rows, targets):
     def _():
         for i in range(beside.count):
             to = beside.first_slot(i, count) + before
-            tiles[to, 0] = beside.experts + i
-            tiles[to, 1] = i * beside.apart + row
-            tiles[to, 2] = jnp.minimum(beside.rows - row, size)
+            out.tiles[to, 0] = beside.experts + i
+            out.tiles[to, 1] = i * beside.apart + row
+            out.tiles[to, 2] = jnp.minimum(beside.rows - row, size)
 
 
-def _place(x, ids, before, first, first_tile, place, tiles, rows, *scales, k, tile_rows, beside):
+def _place(x, ids, before, first, first_tile, out: _Out):
     """One row: write it to the places of its pairs; return the number of tiles and the row."""
-    row, number = jax.lax.axis_index("row"), functools.partial(jnp.asarray, dtype=jnp.int32)
-    chunk = jax.lax.div(row, number(_CHUNK))
+    row = jax.lax.axis_index("row")
+    chunk = jax.lax.div(row, whole(_CHUNK))
+    k = out.place.shape[1]
     start = (row - chunk * _CHUNK) * k  # of its pairs in the chunk
     theirs, index = _pairs_of(ids, chunk)
-    values = _as(rows.dtype, load(x.at[row], strided(x.shape[1], 8)))
+    values = _as(out.rows[0].dtype, load(x.at[row], strided(x.shape[1], 8)))
     # All reads come before the writes, so that their latencies overlap.
     mine, routed = _experts_of(ids, chunk, start, k, before.shape[1])
     begin = [first[one] * ALIGNED for one in mine]
@@ -217,36 +227,38 @@ def _place(x, ids, before, first, first_tile, place, tiles, rows, *scales, k, ti
     ahead = [(theirs == one) & (index < start + j) for j, one in enumerate(mine)]
     rank = [before[chunk, one] + more for one, more in zip(mine, _counts(ahead), strict=True)]
     where = [mine, routed, begin, tile, length, rank]
-    _write_row(row, where, values, place, tiles, (rows, *scales), tile_rows, beside)
+    _write_row(row, where, values, out)
     return first_tile[first_tile.shape[0] - 1], values
 
 
-def _place_counted(x, ids, counts, num_tiles, place, tiles, rows, *scales, k, tile_rows, beside):
+def _place_counted(x, ids, counts, num_tiles, out: _Out):
     """As `_place`, given the pairs of each expert by chunk; a row's program adds them up."""
-    row, number = jax.lax.axis_index("row"), functools.partial(jnp.asarray, dtype=jnp.int32)
-    chunks, E = counts.shape
-    chunk = jax.lax.div(row, number(_CHUNK))
+    row = jax.lax.axis_index("row")
+    (chunks, E), k = counts.shape, out.place.shape[1]
+    chunk = jax.lax.div(row, whole(_CHUNK))
     start = (row - chunk * _CHUNK) * k
     theirs, index = _pairs_of(ids, chunk)
     layout = strided(E, 4)
     each = [load(counts.at[i], layout) for i in range(chunks)]
-    values = _as(rows.dtype, load(x.at[row], strided(x.shape[1], 8)))
+    values = _as(out.rows[0].dtype, load(x.at[row], strided(x.shape[1], 8)))
     mine, routed = _experts_of(ids, chunk, start, k, E)
     own = plgpu.broadcasted_iota(jnp.int32, (E,), 0, layout=layout)
-    whole = functools.reduce(jnp.add, each)
+    total = functools.reduce(jnp.add, each)
     earlier = functools.reduce(
         jnp.add, [one * jnp.where(i < chunk, 1, 0) for i, one in enumerate(each)]
     )
-    groups, cut = (jax.lax.div(whole + (size - 1), number(size)) for size in (ALIGNED, tile_rows))
+    groups, cut = (
+        jax.lax.div(total + (size - 1), whole(size)) for size in (ALIGNED, out.tile_rows)
+    )
     half = 16  # bits of each of two numbers in one
     ahead = [jnp.sum(jnp.where(own < one, groups + (cut << half), 0)) for one in mine]
-    at = [jnp.sum(jnp.where(own == one, whole + (earlier << half), 0)) for one in mine]
+    at = [jnp.sum(jnp.where(own == one, total + (earlier << half), 0)) for one in mine]
     low = (1 << half) - 1
     begin, tile = [ALIGNED * (n & low) for n in ahead], [n >> half for n in ahead]
     before = _counts([(theirs == one) & (index < start + j) for j, one in enumerate(mine)])
     rank = [(n >> half) + more for n, more in zip(at, before, strict=True)]
     where = [mine, routed, begin, tile, [n & low for n in at], rank]
-    _write_row(row, where, values, place, tiles, (rows, *scales), tile_rows, beside)
+    _write_row(row, where, values, out)
     count = jnp.sum(cut)
 
     @pl.when(row == 0)
@@ -256,15 +268,16 @@ def _place_counted(x, ids, counts, num_tiles, place, tiles, rows, *scales, k, ti
     return count, values
 
 
-def _place_few(x, ids, num_tiles, place, tiles, rows, *scales, E, k, tile_rows, beside):
+def _place_few(x, ids, num_tiles, out: _Out, E: int):
     """As `_place` for a single chunk: each row's program counts all pairs.
 
     A tile begins at each pair whose rank among those of its expert is a multiple of `tile_rows`.
     """
-    row, zero = jax.lax.axis_index("row"), jnp.asarray(0, jnp.int32)
+    row, zero = jax.lax.axis_index("row"), whole(0)
+    k = out.place.shape[1]
     start = row * k
     theirs, index = _pairs_of(ids, zero)
-    values = _as(rows.dtype, load(x.at[row], strided(x.shape[1], 8)))
+    values = _as(out.rows[0].dtype, load(x.at[row], strided(x.shape[1], 8)))
     mine, routed = _experts_of(ids, zero, start, k, E)
 
     def count_ahead(i, ranks):
@@ -277,7 +290,7 @@ def _place_few(x, ids, num_tiles, place, tiles, rows, *scales, E, k, tile_rows, 
     is_one = (theirs >= 0) & (theirs < E)
     begins, is_tile = (
         is_one & (ranks == jax.lax.div(ranks, jnp.int32(size)) * size)
-        for size in (ALIGNED, tile_rows)
+        for size in (ALIGNED, out.tile_rows)
     )
     found = [is_tile]
     for j, one in enumerate(mine):
@@ -287,7 +300,7 @@ def _place_few(x, ids, num_tiles, place, tiles, rows, *scales, E, k, tile_rows, 
     count, *found = _counts(found)
     begin = [ALIGNED * n for n in found[::4]]
     where = [mine, routed, begin, found[1::4], found[2::4], found[3::4]]
-    _write_row(row, where, values, place, tiles, (rows, *scales), tile_rows, beside)
+    _write_row(row, where, values, out)
 
     @pl.when(row == 0)
     def _():
@@ -325,20 +338,21 @@ def _counts(masks):
     return found
 
 
-def _write_row(row, where, values, place, tiles, targets, tile_rows, beside):
+def _write_row(row, where, values, out: _Out) -> None:
     """Write the row to the places of its pairs, and the tiles that begin with one of them."""
+    tiles, tile_rows, beside = out.tiles, out.tile_rows, out.beside
     for j, (expert, routed, begin, tile, length, rank) in enumerate(zip(*where, strict=True)):
         at = begin + rank
         if beside is not None:
             at = at + beside.count * beside.apart
-        place[row, j] = jnp.where(routed, at, NO_PLACE)
+        out.place[row, j] = jnp.where(routed, at, NO_PLACE)
 
         @pl.when(routed)
         def _(at=at):
-            for ref, value in zip(targets, values, strict=True):
+            for ref, value in zip(out.rows, values, strict=True):
                 ref[at] = value
 
-        before = jax.lax.div(rank, jnp.asarray(tile_rows, jnp.int32))
+        before = jax.lax.div(rank, whole(tile_rows))
 
         @pl.when(routed & (rank == before * tile_rows))
         def _(at=at, to=tile + before, expert=expert, left=length - rank):

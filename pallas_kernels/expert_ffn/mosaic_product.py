@@ -20,14 +20,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from .. import hopper
-from ..hopper import MULTIPROCESSORS, SHARED_BYTES, load_scales, swizzled
+from ..hopper import MULTIPROCESSORS, SHARED_BYTES, load_scales, swizzled, whole
 from ..layer.fp8 import Fp8Matrix, Fp8Rows
 from .fp8 import Fp8Experts
-from .mosaic_place import ALIGNED, THREADS, Beside
-from .mosaic_tiles import ROWS, Block, Sizes, Tile, load_tiles, whole
+from .mosaic_place import ALIGNED, THREADS, Tiles
+from .mosaic_tiles import ROWS, Block, Sizes, Tile, load_tiles
 
 PAIR = 2  # least numbers that a thread rounds to 8 bits at once
 _SCALES = 32  # scales of 128 bytes: a copy of them begins at a whole line
@@ -42,22 +42,13 @@ _LOADING_REGISTERS = 40
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """The tile of one thread block.
+    """The tile of one thread block."""
 
-    Attributes:
-        groups: Warpgroups that compute; at most 4.
-        rows: Rows of a tile, which the warpgroups take 64 at a time with the same weights; 0 for
-            64 a warpgroup.
-        gate_up: Columns of gate and up together.
-        down: Columns of down.
-        blocks: Most thread blocks; each needs a multiprocessor to itself.
-    """
-
-    groups: int = 1
-    rows: int = 0
-    gate_up: int = 128
-    down: int = 128
-    blocks: int = MULTIPROCESSORS
+    groups: int = 1  # warpgroups that compute; at most 4
+    rows: int = 0  # which the warpgroups take 64 at a time with the same weights; 0: 64 of each
+    gate_up: int = 128  # columns of gate and up together
+    down: int = 128  # columns of down
+    blocks: int = MULTIPROCESSORS  # at most; each needs a multiprocessor to itself
 
     @property
     def tile_rows(self) -> int:
@@ -71,12 +62,9 @@ def product(
     more: Array | Fp8Matrix | None,
     finish: Callable[..., Array],
     *,
+    tiles: Tiles,
     dtype: Any,
-    beside: Beside | None,
-    tiles: Int[Array, "N 3"],
-    num_tiles: Int[Array, " n"],
     parts: int,
-    columns: int,
     tiling: Tiling,
     interpret: Any,
 ) -> Array:
@@ -86,6 +74,7 @@ def product(
     pairs of columns for every thread.
     """
     E, K = w.shape[:2]
+    columns = tiling.gate_up if parts == 2 else tiling.down
     K = w.values.shape[-1] if isinstance(w, Fp8Experts) else K
     N, width = math.prod(w.shape[2:]) // parts, columns // parts
     if isinstance(x, Fp8Rows):
@@ -112,7 +101,7 @@ def product(
         rows=tiling.tile_rows,
         piece=math.gcd(width, _STAGED) if tiling.rows else width,
         gate_turn=more.shape[-1] if more is not None and parts == 2 else None,
-        beside=beside,
+        beside=tiles.beside,
         is_scaled=bool(scales),
     )
     scratch = _scratch(sizes, rows.dtype, dtype, interpret)
@@ -122,7 +111,7 @@ def product(
     return hopper.kernel(
         functools.partial(_run_block, names=names, sizes=sizes, finish=finish),
         out_type=jax.ShapeDtypeStruct((len(rows), -(-N // wide) * wide), dtype),
-        grid=(min(len(tiles) * -(-N * parts // columns), tiling.blocks),),
+        grid=(min(len(tiles.table) * -(-N * parts // columns), tiling.blocks),),
         grid_names=("block",),
         kernel_name="expert_ffn_gate_up" if parts == 2 else "expert_ffn_down",
         num_threads=tiling.groups + 1,
@@ -130,7 +119,7 @@ def product(
         scratch_types=list(scratch.values()),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(rows, flat, tiles, num_tiles, *scales, *others)
+    )(rows, flat, tiles.table, tiles.numbers, *scales, *others)
 
 
 def _scratch(sizes: Sizes, kind: Any, dtype: Any, interpret: Any) -> dict[str, Any]:

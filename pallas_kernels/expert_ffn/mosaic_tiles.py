@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from ..hopper import next_buffer
+from ..hopper import next_buffer, whole
 from .mosaic_place import ALIGNED, Beside
 
 ROWS = 64  # rows of a warpgroup's product
@@ -69,7 +69,7 @@ class Block:
 
     x: Any  # rows by place
     w: Any  # matrices of all experts
-    tiles: Any  # the table of `mosaic_place.sorted_rows`
+    tiles: Any  # `mosaic_place.Tiles.table`
     refs: dict[str, Any]  # scales, a dense half's matrix, the result, shared memory, barriers
     sizes: Sizes
     finish: Callable[..., Array]  # results of the parts' sums
@@ -281,8 +281,3 @@ def _load_scales(block: Block, tile: Tile, half) -> None:
 
 def _piece(i, size: int):
     return pl.ds(pl.multiple_of(i * size, size), size)
-
-
-def whole(number: Any) -> Array:
-    """Convert a number to int32, the type of all integers of the kernel."""
-    return jnp.asarray(number, jnp.int32)

@@ -184,7 +184,8 @@ def test_rows_are_placed_alike_whoever_counts_the_pairs(monkeypatch, rows):
     def placed():
         def run(x, ids, values, scales, interpret):
             rest = 128, 64, True, interpret, fp8.Fp8Rows(values, scales), beside
-            return mosaic_place.sorted_rows(x, ids, *rest)
+            found, place, tiles = mosaic_place.sorted_rows(x, ids, *rest)
+            return found, place, tiles.table, tiles.numbers
 
         found, place, tiles, count = interpreted(run, x, ids, held.values, held.scales)
         routed = (ids >= 0) & (ids < 128)
