@@ -32,8 +32,9 @@ from ..layer.fp8 import Fp8Groups
 from ..lowered import lowered_once
 from .mask import WindowMask, facts, within_reach
 from .mosaic_blocks import attend
+from .mosaic_loads import loads_of
 from .mosaic_merge import part_transforms
-from .mosaic_tiles import LINES, ROWS, loads_of, whole_tiles
+from .mosaic_tiles import LINES, ROWS, whole_tiles
 from .mosaic_tiling import LEAST_8_BIT, Tiling, check_tiling, choose_tiling, holds_parts
 
 _LEAST = 16  # least inner side of a product of 16-bit numbers

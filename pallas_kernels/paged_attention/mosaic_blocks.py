@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ..hopper import whole
 from .mosaic_kernel import compute
-from .mosaic_tiles import Block, drain, load, whole, work_of
+from .mosaic_loads import drain, load
+from .mosaic_tiles import Block, work_of
 
 
 def attend(*refs, num_operands, extras, names, rules, scale, tiling, chunk, places):

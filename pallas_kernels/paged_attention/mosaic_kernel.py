@@ -1,7 +1,8 @@
 """The kernel of the Mosaic form: the work of a computing warpgroup on a tile of rows.
 
-`mosaic_rows.py` says which keys the rows see, `mosaic_tiles.py` chooses and loads the keys,
-`mosaic_merge.py` merges the parts of a cluster, and `mosaic_blocks.py` calls all of them.
+`mosaic_rows.py` says which keys the rows see, `mosaic_tiles.py` chooses the keys and
+`mosaic_loads.py` loads them, `mosaic_merge.py` merges the parts of a cluster, and
+`mosaic_blocks.py` calls all of them.
 """
 
 import dataclasses
@@ -14,14 +15,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from ..hopper import load
+from ..hopper import load, whole
 from ..hopper.operands import as_operands
 from ..layer.fp8 import DTYPE as FP8
 from ..layer.fp8 import factors_of
 from .mosaic_8_bits import PEAK, interpreted_product, query_parts
 from .mosaic_merge import merged
 from .mosaic_rows import LAYOUT, Rows, down, rows_of, sight_of
-from .mosaic_tiles import ROWS, Block, Work, slot_of, turns_of, whole
+from .mosaic_tiles import ROWS, Block, Work, slot_of, turns_of
 
 # Score of a hidden key, infinite so that any scale keeps it hidden. With a large finite number and
 # a small scale, the multiply-add that subtracts the peak leaves a rounding error of 1e19.

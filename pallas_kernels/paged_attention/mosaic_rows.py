@@ -9,17 +9,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from .mosaic_tiles import (
-    FAR,
-    ROWS,
-    Block,
-    Work,
-    in_order,
-    key_cell,
-    page_of,
-    whole,
-    window_cell,
-)
+from ..hopper import whole
+from .mosaic_tiles import FAR, ROWS, Block, Work, in_order, key_cell, page_of, window_cell
 
 LAYOUT = plgpu.Layout.WGMMA
 
