@@ -65,17 +65,9 @@ def token_readout(
         NotImplementedError: The named back end cannot do this; a named one never falls back.
     """
     _check(hidden, head, forbidden)
-    return dispatch.run(
-        implementation,
-        _back_ends(hidden, head, num_top),
-        hidden,
-        head,
-        forbidden,
-        scale=scale,
-        cap=cap,
-        penalty=penalty,
-        num_top=num_top,
-    )
+    how = {"scale": scale, "cap": cap, "penalty": penalty, "num_top": num_top}
+    back_ends = _back_ends(hidden, head, num_top)
+    return dispatch.run(implementation, back_ends, hidden, head, forbidden, **how)
 
 
 def class_readout(
@@ -100,18 +92,9 @@ def class_readout(
     _check(hidden, head, forbidden)
     if len(hidden) % len(classes.codes):
         raise ValueError(f"{hidden.shape=} must be rows of {len(classes.codes)} slots, each alike")
-    return dispatch.run(
-        implementation,
-        _with_classes(hidden, head, num_top, len(hidden) // len(classes.codes)),
-        hidden,
-        head,
-        forbidden,
-        classes,
-        scale=scale,
-        cap=cap,
-        penalty=penalty,
-        num_top=num_top,
-    )
+    how = {"scale": scale, "cap": cap, "penalty": penalty, "num_top": num_top}
+    back_ends = _with_classes(hidden, head, num_top, len(hidden) // len(classes.codes))
+    return dispatch.run(implementation, back_ends, hidden, head, forbidden, classes, **how)
 
 
 def law_readout(

@@ -2,28 +2,30 @@
 
 A tile is 64 or 128 rows times some ids. The grid is persistent, and blocks take tiles of the same
 ids at the same time, so that the head is read from memory once. A block writes a `Part` for each
-row and tile, which XLA joins, and the weights of a law (`mosaic_block.py`).
+row and tile, which XLA joins, and the weights of a law.
 
 The two blocks of a cluster load once what their tiles share: the head if the number of row tiles
 is even, otherwise the rows.
+
+`mosaic_launch.py` launches the kernel. In `mosaic_block.py` a thread block loads and multiplies;
+`mosaic_logits.py` turns the products into logits and sums them up, `mosaic_ids.py` reads ids.
 """
 
-import dataclasses
 import functools
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from .. import hopper
 from ..layer.fp8 import DTYPE as FP8
 from ..layer.fp8 import Fp8Rows, factors_of
-from ..lowered import lowered_once
 from .head import Fp8Head
-from .mosaic_block import ID_MULTIPLE, ROWS, STEP, Tiling, hottest, run_block
+from .mosaic_block import ID_MULTIPLE, Settings, Tiling
+from .mosaic_launch import LINE, WEIGHT, has_forbidden, run
+from .mosaic_logits import ROWS, STEP, hottest
 from .result import (
     ID_STEP,
     SHARE,
@@ -39,29 +41,23 @@ from .result import (
 
 _LEAST_OF_SLOT = 16  # fewer rows of a slot are not worth a warpgroup; not measured
 MAX_TOP = 8
-_LINE = 128  # bytes of a swizzled line
-_WEIGHT = jnp.bfloat16
 _WIDTHS = (256, 192)  # ids of a tile
 _WIDTH_8_BIT = 128  # of a head in 8 bits: two sums of each logit are in registers
 _RING_BYTES = 208 * 1024
-_OF_CLASSES = "wide_codes", "wide_among", "num_wide", "narrow", "narrow_from", "whole_step"
 
 
 def unsupported(hidden: Array, head: Array | Fp8Head, num_top: int) -> str | None:
     """Why this back end cannot take these arguments here, or None."""
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    if jax.default_backend() != "gpu" or capability != "9.0":
-        return "needs an NVIDIA GPU of the Hopper kind"
-    return unsupported_arguments(hidden, head, num_top)
+    return hopper.unsupported() or unsupported_arguments(hidden, head, num_top)
 
 
 def unsupported_arguments(hidden: Array, head: Array | Fp8Head, num_top: int) -> str | None:
     """Why no device can take these arguments, or None."""
     V, D = head.shape
     is_8_bit = isinstance(head, Fp8Head)
-    fewest, step = (_WIDTH_8_BIT, _LINE) if is_8_bit else (min(_WIDTHS), STEP)
-    if jax.__version_info__ < (0, 11, 2):
-        return f"needs jax 0.11.2, got {jax.__version__}"
+    fewest, step = (_WIDTH_8_BIT, LINE) if is_8_bit else (min(_WIDTHS), STEP)
+    if reason := hopper.unsupported_version():
+        return reason
     if not len(hidden):
         return "needs at least one row"
     if is_8_bit:
@@ -94,7 +90,7 @@ def unsupported_law(hidden: Array, head: Array | Fp8Head) -> str | None:
     V = len(head)
     if V % SHARE:
         return f"needs ids in a multiple of {SHARE}, got {V}"
-    if hidden.dtype != _WEIGHT:  # `exp(logit)` overflows float16
+    if hidden.dtype != WEIGHT:  # `exp(logit)` overflows float16
         return f"needs rows in bfloat16, got {hidden.dtype}"
     return unsupported(hidden, head, 0)
 
@@ -110,7 +106,7 @@ def choose_tiling(num_rows: int, num_ids: int, is_8_bit: bool = False) -> Tiling
     shared: Literal["head", "rows"] = "rows" if row_tiles % 2 else "head"
     ids = _WIDTH_8_BIT if is_8_bit else next(ids for ids in _WIDTHS if ids <= num_ids)
     lines = ids + consumers * ROWS * (2 if is_8_bit else 1)
-    stages = _RING_BYTES // (lines * _LINE)
+    stages = _RING_BYTES // (lines * LINE)
     return Tiling(ids=ids, consumers=consumers, stages=stages, shared=shared)
 
 
@@ -128,12 +124,13 @@ def read(
 ) -> TokenReadout:
     """See `api.token_readout`; `interpret`, an `InterpretGPUParams`, is for tests on a CPU."""
     rows, tiling = _prepared(hidden, head, tiling)
-    run = functools.partial(_run, scale=scale, cap=cap, num_top=num_top, tiling=tiling)
-    run = functools.partial(run, interpret=interpret)
+    settings = Settings(scale=scale, cap=cap, num_top=num_top, tiling=tiling)
+    launch = functools.partial(run, settings=settings, interpret=interpret)
     # NumPy arrays stay constants of the program; `jit` would turn them into arguments.
-    given = forbidden.astype(np.int32), _has_forbidden(forbidden, tiling)
+    given = forbidden.astype(np.int32), has_forbidden(forbidden, tiling)
     # Mosaic kernels have no batching rule, so vmap runs them one after another.
-    parts, found = jax.custom_batching.sequential_vmap(run)(rows, head, *given, penalty, None, None)
+    given = *given, penalty, None, None
+    parts, found = jax.custom_batching.sequential_vmap(launch)(rows, head, *given)
     return _finished(joined(parts), found, num_top, len(head))
 
 
@@ -151,7 +148,7 @@ def read_classes(
     interpret: Any = None,
 ) -> tuple[TokenReadout, IdReadout]:
     """See `api.class_readout`; `interpret` as in `read`."""
-    B, how = len(classes.codes), {"scale": scale, "cap": cap, "num_top": num_top}
+    B = len(classes.codes)
     T = len(hidden) // B
     spare = 0 if B == 1 else -T % ROWS
 
@@ -167,11 +164,13 @@ def read_classes(
 
     if spare:
         hidden, penalty = jax.tree.map(padded, (hidden, penalty))
-        how |= {"penalty": penalty, "tiling": tiling, "interpret": interpret}
+        how = {"scale": scale, "cap": cap, "penalty": penalty, "num_top": num_top}
+        how |= {"tiling": tiling, "interpret": interpret}
         return jax.tree.map(cut, read_classes(hidden, head, forbidden, classes, **how))
     rows, tiling = _prepared(hidden, head, tiling)
-    given = forbidden.astype(np.int32), _has_forbidden(forbidden, tiling), penalty, None, classes
-    parts, found = _run(rows, head, *given, **how, tiling=tiling, interpret=interpret)
+    given = forbidden.astype(np.int32), has_forbidden(forbidden, tiling), penalty, None, classes
+    settings = Settings(scale=scale, cap=cap, num_top=num_top, tiling=tiling)
+    parts, found = run(rows, head, *given, settings=settings, interpret=interpret)
     whole = joined(parts)
     wide, token = joined_maxima(found["wide"], found["wide_token"], axis=1)
     log_mass = whole.peak + jnp.log(whole.mass)
@@ -238,12 +237,12 @@ def read_law(
         # Tiles of ids may not overlap: weights of shared ids would be written twice.
         is_row_shared = row_tiles % 2 and V // SHARE % 2 == 0
         tiling = Tiling(ids=SHARE, shared="rows" if is_row_shared else "head")
-    how = {"scale": scale, "cap": cap, "is_warm": is_warm, "tiling": tiling}
-    run = functools.partial(_run, **how, interpret=interpret)
-    given = forbidden.astype(np.int32), _has_forbidden(forbidden, tiling)
+    settings = Settings(scale=scale, cap=cap, is_warm=is_warm, tiling=tiling)
+    launch = functools.partial(run, settings=settings, interpret=interpret)
+    given = forbidden.astype(np.int32), has_forbidden(forbidden, tiling)
     heat = 1.0 / temperature.astype(jnp.float32)
     given = *given, None, heat, None
-    parts, found = jax.custom_batching.sequential_vmap(run)(hidden, head, *given)
+    parts, found = jax.custom_batching.sequential_vmap(launch)(hidden, head, *given)
     whole = joined(parts)
     known = parts.peak > -jnp.inf
     brought = jnp.where(known, jnp.exp(parts.peak - whole.peak[:, None]), 0.0)[:, : V // SHARE]
@@ -265,152 +264,3 @@ def read_law(
 def is_warm_row(temperature: Array, cap: float | None) -> Array:
     """Whether the weights of each row are plain `exp(logit)`, see `read_law`."""
     return 1.0 / temperature.astype(jnp.float32) <= hottest(cap)
-
-
-@lowered_once(static_argnames=("scale", "cap", "is_warm", "num_top", "tiling", "interpret"))
-def _run(
-    hidden,
-    head,
-    forbidden,
-    has_forbidden,
-    penalty,
-    heat,
-    classes,
-    *,
-    scale,
-    cap,
-    is_warm=False,
-    num_top=0,
-    tiling,
-    interpret,
-) -> tuple[Part, dict[str, Array]]:
-    """One launch: the parts of all tiles, and further results by name.
-
-    Further results: likeliest ids by tile, weights (with `heat`), logits of ids and of classes.
-    """
-    row_scales = id_scales = None
-    if isinstance(head, Fp8Head):
-        row_scales, id_scales = hidden.scales, head.scales
-        hidden, head = hidden.values, head.values
-    (R, D), V, ids = hidden.shape[-2:], len(head), tiling.ids
-    num_parts = hidden.size // (R * D)
-    of_rows, of_ids = (2 if tiling.shared == shared else 1 for shared in ("head", "rows"))
-    row_tiles, id_tiles = -(-R // tiling.rows // of_rows) * of_rows, len(has_forbidden)
-    tiling = dataclasses.replace(
-        tiling, stages=min(tiling.stages, D * hidden.dtype.itemsize // _LINE)
-    )
-
-    def padded(rows, value, axis=0):
-        width = [(0, 0)] * rows.ndim
-        width[axis] = 0, row_tiles * tiling.rows - R
-        return rows if not width[axis][1] else jnp.pad(rows, width, constant_values=value)
-
-    rows = padded(hidden.reshape(num_parts, R, D), 0, axis=1)
-    named = {"hidden": rows, "head": head, "forbidden": forbidden}
-    if penalty is not None:
-        named["penalty_ids"], named["penalties"] = padded(penalty[0], -1), padded(penalty[1], 0.0)
-    if heat is not None:  # factor of the logits, 1 / temperature
-        named["heat"] = padded(heat, 1.0)
-    if row_scales is not None:
-        named["row_scales"], named["id_scales"] = padded(row_scales, 1.0), id_scales
-    named["special"] = _special(has_forbidden, named.get("penalty_ids"), V, ids)
-    of_slot = R
-    if classes is not None:
-        named |= {name: getattr(classes, name).astype(jnp.int32) for name in _OF_CLASSES}
-        of_slot = R // len(classes.codes)
-    shapes = _shapes(row_tiles * tiling.rows, id_tiles, num_top, heat is not None and V, classes)
-    scratch = _scratch(tiling, hidden.dtype, num_parts, heat is not None)
-    tiles = row_tiles * id_tiles // (of_rows * of_ids)  # of one cluster
-    workers = min(tiles, tiling.blocks // (of_rows * of_ids))
-
-    how = {"scale": scale, "cap": cap, "is_warm": is_warm, "num_top": num_top, "tiling": tiling}
-    how |= {"num_tiles": tiles, "workers": workers, "row_groups": row_tiles // of_rows}
-
-    def body(*refs):
-        refs = iter(refs)
-        kinds = ({name: next(refs) for name in names} for names in (named, shapes, scratch))
-        run_block(*kinds, **how, of_slot=of_slot)
-
-    out = hopper.kernel(
-        body,
-        out_type=list(shapes.values()),
-        grid=(workers,),
-        grid_names=("worker",),
-        cluster=(2,) if tiling.shared else (),
-        cluster_names=("peer",) if tiling.shared else (),
-        kernel_name="token_readout",  # `dllm_jax.bench.head` searches for this name
-        num_threads=tiling.consumers + 1,
-        thread_name="warpgroup",
-        scratch_types=list(scratch.values()),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
-    )(*named.values())
-    found = dict(zip(shapes, out, strict=True))
-    parts = Part(**{name: found.pop(name)[:R] for name in Part._fields})
-    return parts, {n: leaf[:, :, :R] if leaf.ndim == 3 else leaf[:R] for n, leaf in found.items()}
-
-
-def _shapes(
-    rows: int, id_tiles: int, num_top: int, num_weights: int, classes: IdClasses | None
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """The results: parts, likeliest ids, `num_weights` weights of a law, logits of classes."""
-    real, whole = (
-        functools.partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (jnp.float32, jnp.int32)
-    )
-    shapes = {name: (whole if name == "token" else real)((rows, id_tiles)) for name in Part._fields}
-    if num_top:
-        shapes["top_logit"] = real((rows, id_tiles * num_top))
-        shapes["top_id"] = whole((rows, id_tiles * num_top))
-    if num_weights:
-        shapes["weights"] = jax.ShapeDtypeStruct((rows, num_weights), _WEIGHT)
-    if classes is not None:
-        N, M = classes.narrow.shape[1], classes.wide.shape[1]
-        shapes["narrow_logit"] = real((rows, N))
-        shapes["wide"], shapes["wide_token"] = (kind((M, id_tiles, rows)) for kind in (real, whole))
-    return shapes
-
-
-def _scratch(tiling: Tiling, dtype: Any, num_parts: int, has_weights: bool) -> dict[str, Any]:
-    """Shared memory and barriers of a thread block whose rows are `num_parts` rows each."""
-    stages, consumers, deep = tiling.stages, tiling.consumers, _LINE // dtype.itemsize
-    swizzled = hopper.swizzled(deep, dtype)
-    used = plgpu.Barrier(num_barriers=stages, num_arrivals=consumers)
-    if tiling.shared is not None:
-        used = plgpu.ClusterBarrier(
-            collective_axes=("peer",), num_barriers=stages, num_arrivals=consumers
-        )
-    of_step = stages, num_parts, consumers, ROWS, deep
-    scratch = {
-        "rows": plgpu.SMEM(of_step, dtype, transforms=swizzled),
-        "words": plgpu.SMEM((stages, tiling.ids, deep), dtype, transforms=swizzled),
-        "loaded": plgpu.Barrier(num_barriers=stages, num_arrivals=num_parts * consumers + 1),
-        "used": used,
-    }
-    if has_weights:  # staging of weights, two pieces a warpgroup
-        piece, swizzled = (consumers, 2, ROWS, STEP), hopper.swizzled(STEP, _WEIGHT)
-        scratch["leaving"] = plgpu.SMEM(piece, _WEIGHT, transforms=swizzled)
-    return scratch
-
-
-def _has_forbidden(forbidden, tiling):
-    """Whether each tile holds forbidden ids; ids past the last one count as forbidden."""
-    xp = np if isinstance(forbidden, np.ndarray) else jnp
-    many = 2 if tiling.shared == "rows" else 1
-    id_tiles = -(-len(forbidden) // tiling.ids // many) * many
-    wide = xp.pad(forbidden, (0, id_tiles * tiling.ids - len(forbidden)), constant_values=True)
-    return xp.any(wide.reshape(id_tiles, -1), axis=1).astype(np.int32)
-
-
-def _special(has_forbidden, penalty_ids, num_ids, ids) -> Array:
-    """Whether a warpgroup's tile has ids that are forbidden, of another tile, or penalised.
-
-    One row stands for all rows if there are no penalties.
-    """
-    special = has_forbidden[None]
-    if penalty_ids is None:
-        return special
-    start = jnp.minimum(jnp.arange(len(has_forbidden), dtype=jnp.int32) * ids, num_ids - ids)
-    which = penalty_ids[:, None]
-    hit = (which >= start[None]) & (which < start[None] + ids)
-    is_hit = jnp.any(hit.reshape(-1, ROWS, len(has_forbidden)), axis=1)
-    return jnp.maximum(special, is_hit.astype(jnp.int32))

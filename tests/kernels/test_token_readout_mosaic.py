@@ -19,7 +19,8 @@ from dllm_jax.kernels.token_readout import (
     choose_with_classes,
     law_readout,
     mosaic,
-    mosaic_block,
+    mosaic_launch,
+    mosaic_logits,
     reference,
     token_readout,
 )
@@ -67,9 +68,9 @@ def test_tiles_in_turn_and_shared_are_exact(rows, ids, width, tiling):
     """Products of small whole numbers are exact; their rows differ, and are full of ties."""
     rng = np.random.default_rng(rows)
     x, head = (rng.integers(-1, 2, (n, width)).astype(jnp.bfloat16) for n in (rows, ids))
-    odd = np.arange(ids) // mosaic_block._CHUNK % 2 == 1
+    odd = np.arange(ids) // mosaic_logits.CHUNK % 2 == 1
     head[odd] = head[
-        np.flatnonzero(odd) - mosaic_block._CHUNK
+        np.flatnonzero(odd) - mosaic_logits.CHUNK
     ]  # ties of neighbours among a tile's parts
     forbidden = rng.random(ids) < 0.02
     loss = np.where(np.arange(rows) % 9, 3.0, np.inf).astype(np.float32)
@@ -134,18 +135,18 @@ def test_a_tile_is_special_where_it_or_a_row_of_its_warpgroup_is():
         penalised[row] = which
     forbidden = np.arange(num_ids) == 70
     tiling = mosaic.Tiling(ids=ids, stages=4, shared="head")
-    has_forbidden = mosaic._has_forbidden(forbidden, tiling)
+    has_forbidden = mosaic_launch.has_forbidden(forbidden, tiling)
     assert isinstance(has_forbidden, np.ndarray)  # a constant of the program
     assert has_forbidden.tolist() == [0, 1, 0, 1]  # what is past the last id is
-    assert mosaic._has_forbidden(jnp.asarray(forbidden), tiling).tolist() == [0, 1, 0, 1]
-    assert mosaic._special(has_forbidden, None, num_ids, ids).tolist() == [[0, 1, 0, 1]]
-    got = mosaic._special(has_forbidden, jnp.asarray(penalised), num_ids, ids)
+    assert mosaic_launch.has_forbidden(jnp.asarray(forbidden), tiling).tolist() == [0, 1, 0, 1]
+    assert mosaic_launch._special(has_forbidden, None, num_ids, ids).tolist() == [[0, 1, 0, 1]]
+    got = mosaic_launch._special(has_forbidden, jnp.asarray(penalised), num_ids, ids)
     want = np.zeros((4, 4), int)
     want[:, 1] = 1  # holds what is forbidden
     want[:, 3] = 1  # begins early: tokens of its neighbour's
     want[0, 0] = want[2, 2] = 1  # 63; 136 is in the third tile and, as its first, in the fourth
     assert got.tolist() == want.tolist()
-    alone = mosaic._special(np.zeros(4, np.int32), jnp.asarray(penalised), 256, ids)
+    alone = mosaic_launch._special(np.zeros(4, np.int32), jnp.asarray(penalised), 256, ids)
     assert alone.tolist() == [[1, 1, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
 
 
