@@ -74,7 +74,7 @@ def parts(args, say):
     """Each kernel against plain JAX, the plans bit for bit, and times."""
     from dllm_jax.kernels.token_readout import IdClasses, class_readout, token_readout
     from dllm_jax.runner import grammars
-    from dllm_jax.strategies.core import constraint
+    from dllm_jax.strategies.core import constraint, grammar_plan
 
     V, D = (3200, 64) if args.smoke else (151_936, 2048)
     own = [tool_grammar(V, schema=schema)[0] for schema in (TOOL, TOOL["properties"]["arguments"])]
@@ -109,7 +109,7 @@ def parts(args, say):
         if not args.check:
             ms = time_of(lambda h, named: full(h, **named)[0][1:], hidden, named)
             say("readout", shape, f"by classes, {args.form}", ms, "")
-        ids = constraint.IdStats(*(leaf.reshape(B, W, *leaf.shape[1:]) for leaf in ids))
+        ids = grammar_plan.IdStats(*(leaf.reshape(B, W, *leaf.shape[1:]) for leaf in ids))
         kind = rng.choice([0, 1, 2, 2, 2, 2], (B, W)).astype(np.int32)
         view = constraint.View(
             grammar=rows.replace(kernels=None),
@@ -126,7 +126,7 @@ def parts(args, say):
 
         def planned(mass, view, ids, asked, kernels):
             view = view.replace(grammar=view.grammar.replace(kernels=kernels))
-            plan = constraint.plan_of_ids(view, ids._replace(log_mass=mass), asked)
+            plan = grammar_plan.plan_of_ids(view, ids._replace(log_mass=mass), asked)
             return plan.confidence, plan, plan.value > constraint.NEVER
 
         in_xla = jax.jit(functools.partial(planned, kernels=None))

@@ -1,7 +1,7 @@
 """The readout of slots with a grammar: statistics by class, and the tokens to take.
 
 Rows of slots with a grammar are read twice: as all rows are, and by the classes of the slot's
-grammar, over which `constraint.plan` finds the text. On an NVIDIA GPU one pass over the head does
+grammar, over which `grammar_plan.plan` finds the text. On an NVIDIA GPU one pass over the head does
 both where no token is drawn.
 """
 
@@ -23,9 +23,10 @@ from dllm_jax.runner.cells import Cells
 from dllm_jax.runner.chunks import by_row, in_chunks
 from dllm_jax.runner.reader import Reader, ids_of
 from dllm_jax.runner.readout import of_rows, read_rows, read_stats
-from dllm_jax.strategies.core import constraint
-from dllm_jax.strategies.core.constraint import NO_CLASS, ClassStats, Grammar, IdStats, View
+from dllm_jax.strategies.core import grammar_plan
+from dllm_jax.strategies.core.constraint import HOLE, KNOWN, NO_CLASS, Grammar, View
 from dllm_jax.strategies.core.draw import Shard, gumbel, log_law, settled
+from dllm_jax.strategies.core.grammar_plan import ClassStats, IdStats, Plan
 from dllm_jax.strategies.core.protocol import Readout, TokenStats
 from dllm_jax.strategies.core.state import NO_TOKEN
 
@@ -42,8 +43,8 @@ def read_planned(
         ask: With a value a cell.
     """
     if ask.fixed is not None:
-        is_free = (seen.kind == constraint.KNOWN) & ~ask.fixed.reshape(seen.kind.shape)
-        seen = seen.replace(kind=jnp.where(is_free, constraint.HOLE, seen.kind))
+        is_free = (seen.kind == KNOWN) & ~ask.fixed.reshape(seen.kind.shape)
+        seen = seen.replace(kind=jnp.where(is_free, HOLE, seen.kind))
     if _is_one_pass(reader, rows, ask):
         stats, plan, likeliest = _in_one_pass(reader, rows, ask, cells, seen)
         stats = cells.scatter(stats)
@@ -64,17 +65,17 @@ def read_planned(
 
 def _plan_cells(
     reader: Reader, rows: Float[Array, "R D"], ask: Readout, cells: Cells, seen: View
-) -> constraint.Plan:
+) -> Plan:
     """The plan of windows; arguments as in `read_planned`."""
     B, W = seen.kind.shape
     classes = cells.widen(read_classes(reader, rows, of_rows(ask, cells), seen))
     wanted, draw = _wanted(ask, cells), None
     if ask.keys is not None:
         assert ask.sampling is not None
-        draw = constraint.Draw(ask.sampling.temperature > 0, ask.keys.reshape(B, W))
+        draw = grammar_plan.Draw(ask.sampling.temperature > 0, ask.keys.reshape(B, W))
     if ask.behind is None:
-        return constraint.plan(seen, classes, wanted, draw)
-    return constraint.plan_each(seen, classes, wanted, ask.behind.reshape(B, W), draw)
+        return grammar_plan.plan(seen, classes, wanted, draw)
+    return grammar_plan.plan_each(seen, classes, wanted, ask.behind.reshape(B, W), draw)
 
 
 def read_first(
@@ -88,7 +89,7 @@ def read_first(
         stats: What `read_stats` says of them.
     """
     B, W = seen.kind.shape
-    seen = seen.replace(kind=seen.kind.at[:, 0].set(constraint.HOLE))
+    seen = seen.replace(kind=seen.kind.at[:, 0].set(HOLE))
     first = jnp.broadcast_to((jnp.arange(W) == 0)[None], (B, W))
     keys = None if ask.keys is None else jnp.broadcast_to(ask.keys[:, None], (B, W))
     of_window = ask.replace(where=first[:, None], keys=None if keys is None else keys[:, None])
@@ -126,20 +127,20 @@ def _is_one_pass(reader: Reader, rows: Array, ask: Readout) -> bool:
 
 def _in_one_pass(
     reader: Reader, rows: Float[Array, "R D"], ask: Readout, cells: Cells, seen: View
-) -> tuple[TokenStats, constraint.Plan, constraint.Plan]:
+) -> tuple[TokenStats, Plan, Plan]:
     """Statistics of the rows, the plan, and the plan of tokens that are not drawn."""
     own, sampling = of_rows(ask, cells), ask.sampling
     assert sampling is not None
 
-    def alike() -> tuple[TokenStats, constraint.Plan]:
+    def alike() -> tuple[TokenStats, Plan]:
         stats, ids = read_ids(reader, rows, own, seen.grammar)
-        return stats, constraint.plan_of_ids(seen, cells.widen(ids), _wanted(ask, cells))
+        return stats, grammar_plan.plan_of_ids(seen, cells.widen(ids), _wanted(ask, cells))
 
     # A slot's path must not depend on its neighbours: each has its own way in both.
     plain = sampling.is_plain
     mine = plain & ~(seen.bound & seen.grammar.by_mass)
 
-    def mixed() -> tuple[TokenStats, constraint.Plan, constraint.Plan]:
+    def mixed() -> tuple[TokenStats, Plan, Plan]:
         stats, likeliest = alike()
         by_logits = reader._replace(unembed=lambda rows: reader.unembed(rows))  # not by a kernel
         drawn = read_stats(by_logits, rows, own)
@@ -148,7 +149,7 @@ def _in_one_pass(
         plan = by_row(mine, likeliest, _plan_cells(reader, rows, ask, cells, others))
         return stats, plan, likeliest
 
-    def one() -> tuple[TokenStats, constraint.Plan, constraint.Plan]:
+    def one() -> tuple[TokenStats, Plan, Plan]:
         stats, plan = alike()
         return stats, plan, plan
 

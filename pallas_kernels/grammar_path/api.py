@@ -1,7 +1,8 @@
 """Paths of grammars over windows: the interface and its back end.
 
-`strategies.core.constraint` defines the results: its functions run on any device and are the
-reference. A grammar carries these kernels on devices where they are faster (`Grammar.kernels`).
+The `grammar_*` modules of `strategies.core` define the results: their functions run on any device
+and are the reference. A grammar carries these kernels on devices where they are faster
+(`Grammar.kernels`).
 
 Letters: B slots, W cells, G states, D edges of a state, C classes, L labels, N narrow ids, M wide
 classes. A grammar is a `constraint.Grammar`, whose tables hold their used rows first.
@@ -17,7 +18,7 @@ from .triton_paths import best_path, walk
 
 
 class PathKernels(NamedTuple):
-    """Replacements for functions of `constraint`.
+    """Replacements for functions of the `grammar_*` modules.
 
     Attributes:
         label_scores: Scores of the labels [B W L] from the readout of ids in each cell.

@@ -183,7 +183,7 @@ def _store_path(out, sizes, b, at, every):
 
 
 def walk(grammar: Any, at: Array, kind: Array, known: Array, **constants: Any) -> Array:
-    """See `constraint.walk`; `constants` are its module's."""
+    """See `grammar_walk.walk`; `constants` are its module's."""
     (B, W), (_, G, C) = kind.shape, grammar.delta.shape
     named = {"delta": grammar.delta, "at": at, "kind": kind, "known": known}
     sizes = {"W": W, "G": G, "C": C}

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from . import blocks, constraint
+from . import blocks, grammar_walk
 from .forward import Forward
 from .knobs import bind_knobs
 from .needs import Needs
@@ -198,9 +198,9 @@ def advance(
     held, path = state.constraint, None
     if held is not None:
         if strategy.needs.fills_holes:
-            path = constraint.walk(stepped)
+            path = grammar_walk.walk(stepped)
         else:
-            stepped, path = constraint.conform(state, stepped)
+            stepped, path = grammar_walk.conform(state, stepped)
     if recorder is not None:
         stepped = noted(strategy, recorder, state, stepped)
     info = jax.tree.map(lambda leaf: jnp.where(running, leaf, 0), info)

@@ -17,8 +17,10 @@ from dllm_jax.kernels.grammar_path import triton_paths
 from dllm_jax.kernels.token_readout import IdClasses, class_readout, mosaic, token_readout
 from dllm_jax.runner import grammars
 from dllm_jax.runner.chunks import by_row
-from dllm_jax.strategies.core import constraint
-from dllm_jax.strategies.core.constraint import IdStats, View
+from dllm_jax.strategies.core import constraint, grammar_plan
+from dllm_jax.strategies.core.constraint import View
+from dllm_jax.strategies.core.grammar_paths import best_paths
+from dllm_jax.strategies.core.grammar_plan import IdStats
 from tests.cross_lowering import H200, needs_mosaic, triton_grids
 from tests.kernels.test_layer_mosaic import interpreted
 from tests.structured.toys import random_toy
@@ -87,9 +89,9 @@ def test_the_same_plans_to_the_bit(seed, wide, monkeypatch):
     counts = (np.asarray(getattr(view.grammar, name)) for name in ("num_wide", "num_narrow"))
     assert [bool(count.max()) for count in counts] == [wide < IDS, wide > 0]
     ids = spoilt(np.random.default_rng(seed), ids)
-    truth = jax.jit(constraint.plan_of_ids)(view, ids, read)
+    truth = jax.jit(grammar_plan.plan_of_ids)(view, ids, read)
     kernel = view.replace(grammar=view.grammar.replace(kernels=INTERPRETED))
-    plan = jax.jit(constraint.plan_of_ids)(kernel, ids, read)
+    plan = jax.jit(grammar_plan.plan_of_ids)(kernel, ids, read)
     for name in ("path", "value", "token", "confidence"):
         mine, theirs = (np.asarray(getattr(p, name))[:-1] for p in (plan, truth))
         # Of a cell without a number, whose token nobody takes, the kernel says -inf.
@@ -108,7 +110,7 @@ def test_the_engines_half_is_the_same_too(seed):
     labels = jnp.arange(SIZES.labels)
     score = jnp.where(labels == constraint.NO_LABEL, constraint.NEVER, cost)
     kernel = view.replace(grammar=view.grammar.replace(kernels=INTERPRETED))
-    truth, mine = (constraint._paths(one, kind, score) for one in (view, kernel))
+    truth, mine = (best_paths(one, kind, score) for one in (view, kernel))
     for a, b in zip(mine, truth, strict=True):
         np.testing.assert_array_equal(np.asarray(a)[:-1], np.asarray(b)[:-1])
     kind = view.kind.at[0].set(constraint.KNOWN)  # the others have holes
@@ -218,7 +220,7 @@ def test_lowers_for_a_gpu():
 
     def both(grammar, at, bound, kind, known, room, ids, read):
         view = View(grammar.replace(kernels=kernels), at, bound, kind, known, room)
-        plan = constraint.plan_of_ids(view, ids, read)
+        plan = grammar_plan.plan_of_ids(view, ids, read)
         walk = functools.partial(kernels.walk, skip=constraint.SKIP, hole=constraint.HOLE)
         return plan, walk(view.grammar, at, kind, known)
 

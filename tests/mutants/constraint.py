@@ -15,10 +15,19 @@ _ROOM = "room = jnp.maximum(buffer.limit - behind, 0)"
 MUTANTS = [
     *broken(
         "plans",
-        "constraint.py",
-        each_cell_alone=(_LEADS, "leads = grammar.delta[path[:-1]].astype(jnp.int32) != DEAD"),
-        no_room=(_LAST, "last = jnp.where(grammar.distance < UNREACHABLE, 0.0, NEVER)"),
+        "grammar_paths.py",
+        each_cell_alone=(_LEADS, "leads = grammar.delta[path[:-1]].astype(jnp.int32) > 0"),
+        no_room=(_LAST, "last = jnp.where(grammar.distance < 1 << 30, 0.0, NEVER)"),
         room_is_one_more=(_LAST, _LAST.replace("<= room", "<= room + 1")),
+        filled_cells_are_free=("return (kind == KNOWN) | (", "return (kind != KNOWN) & ("),
+        skipped_cells_move_on=(
+            "return value, jnp.where(kind == SKIP, jnp.arange(count, dtype=jnp.int32), onto)",
+            "return value, onto",
+        ),
+    ),
+    *broken(
+        "plans",
+        "grammar_plan.py",
         tail_is_scored=(".at[:, FREE].set(0.0)", ".at[:, FREE].set(-1.0)"),
         the_tail_costs_nothing=(
             "score = best - jnp.max(best, axis=1, keepdims=True)",
@@ -26,26 +35,25 @@ MUTANTS = [
         ),
         what_is_forbidden_cannot_be=(_MASS, "mass = jnp.maximum(stats.mass, 10 * NEVER)"),
         cells_not_read_are_scored=("jnp.where(read[:, None], mass, 0.0)", "mass"),
-        filled_cells_are_free=("return (kind == KNOWN) | (", "return (kind == HOLE) & ("),
-        skipped_cells_move_on=(
-            "return value, jnp.where(kind == SKIP, jnp.arange(count, dtype=jnp.int32), onto)",
-            "return value, onto",
-        ),
         the_share_is_of_all_tokens=("jnp.where(goes_on, stats.whole, -jnp.inf)", "stats.whole"),
         every_confidence_is_a_share=(
             "return token, jnp.where(grammar.by_mass, share, confidence)",
             "return token, share",
         ),
         ties_to_the_highest_id=(
-            "token = jnp.min(jnp.where(fits & (rank == top), stats.token, _NO_ID), axis=1)",
+            "token = jnp.min(jnp.where(fits & (rank == top), stats.token, NO_ID), axis=1)",
             "token = jnp.max(jnp.where(fits & (rank == top), stats.token, -1), axis=1)",
         ),
     ),
     *broken(
         "draws",
-        "constraint.py",
+        "grammar_paths.py",
         paths_are_not_drawn=("noise = jnp.where(draw.tempered, drawn, noise)", "noise = noise"),
         paths_by_their_best_text=("free = jnp.where(draw.tempered, total, free)", "free = free"),
+    ),
+    *broken(
+        "draws",
+        "grammar_plan.py",
         edges_by_their_best_class=(
             "score = jnp.where(draw.tempered, total, score)",
             "score = jnp.where(draw.tempered, best, score)",
@@ -53,12 +61,16 @@ MUTANTS = [
     ),
     *broken(
         "texts vandal",
-        "constraint.py",
+        "grammar_walk.py",
         nothing_is_put_right=(
             "return jnp.where(off, lowest, -1)",
             "return jnp.full_like(lowest, -1)",
         ),
         edges_of_any_target=("off &= (kind == WRITTEN)", "off &= (kind == KNOWN)"),
+    ),
+    *broken(
+        "texts vandal",
+        "constraint.py",
         room_counts_four_more=(_ROOM, _ROOM.replace("- behind", "- behind + 4")),
         cells_past_the_limit_count=(_MINE, _MINE.removesuffix(" & (buffer.positions < limit)")),
         prompt_cells_count=(_MINE, _MINE.replace(" & (buffer.positions >= first)", "")),

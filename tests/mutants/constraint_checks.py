@@ -1,4 +1,4 @@
-"""Checks that notice mutants of `strategies.core.constraint` and of `structured.automaton`."""
+"""Checks that notice mutants of grammars in `strategies.core` and of `structured.automaton`."""
 
 from types import ModuleType
 from unittest import mock
@@ -7,20 +7,17 @@ from tests.structured import test_compile, test_conform, test_draws, test_plan
 
 
 def check_constraint(modules: tuple[ModuleType, ModuleType], killer: str) -> None:
-    """`constraint` and `driver` by what their texts are."""
-    constraint, driver = modules
+    """`grammar_plan` and `driver` by what their texts are."""
+    plan, driver = modules
     what, _, name = killer.partition(" ")
     if what == "plans":
         for seed in range(4):
-            test_plan.check_plans(constraint, seed)
+            test_plan.check_plans(plan, seed)
     elif what == "draws":
         for seed in range(test_draws.TOYS):
-            test_draws.check_shares(constraint, seed)
+            test_draws.check_shares(plan, seed)
     else:
-        with (
-            mock.patch.object(driver, "constraint", constraint),
-            mock.patch.object(test_conform, "driver", driver),
-        ):
+        with mock.patch.object(test_conform, "driver", driver):
             test_conform.check_texts(name, 3)
 
 

@@ -1,6 +1,7 @@
 """The suites of mutants: for each table, the package to copy and the check to run on a mutant."""
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import dllm_jax.engine
 import dllm_jax.structured
 from dllm_jax import strategies
 from dllm_jax.strategies.core import constraint as constraint_module
-from dllm_jax.strategies.core import driver, random
+from dllm_jax.strategies.core import driver, grammar_paths, grammar_plan, grammar_walk, random
 from dllm_jax.strategies.dflash import dflash as dflash_module
 from dllm_jax.strategies.dflash import drafting, rejection
 from dllm_jax.strategies.diffusion_gemma import canvas
@@ -47,8 +48,13 @@ def load_canvas(mutant: Mutant, folder: Path) -> Any:
 
 
 def load_constraint(mutant: Mutant, folder: Path) -> tuple[Any, Any]:
-    """`constraint` and `driver`, mutated; the rest of the package is unbroken."""
-    return copy_module(constraint_module, mutant), copy_module(driver, mutant)
+    """`grammar_plan` and `driver` with the modules between them, mutated; the rest is unbroken."""
+    modules = constraint_module, grammar_paths, grammar_plan, grammar_walk, driver
+    copies = {one: copy_module(one, mutant) for one in modules}
+    for copy in copies.values():
+        used = {name: one for name, one in vars(copy).items() if isinstance(one, ModuleType)}
+        copy.__dict__.update({name: copies[one] for name, one in used.items() if one in copies})
+    return copies[grammar_plan], copies[driver]
 
 
 def load_automaton(mutant: Mutant, folder: Path) -> Any:

@@ -18,7 +18,7 @@ from dllm_jax.models.sharding import over_devices
 from dllm_jax.runner import grammar_readout, grammars
 from dllm_jax.runner.grammars import ready
 from dllm_jax.runner.state import DeviceState
-from dllm_jax.strategies.core import constraint
+from dllm_jax.strategies.core import grammar_plan, grammar_walk
 from tests.contract.cases import NAMES, case, sweep
 from tests.contract.engine import (
     ends,
@@ -219,8 +219,10 @@ def test_a_program_without_an_automaton_keeps_its_text(monkeypatch):
     run(engine, [_bound("multi_bd", TOYS[0], 1)])
     run(engine, free)
     jax.clear_caches()  # what was traced already would not be traced again
-    for name in ("plan", "plan_each", "walk", "conform"):
-        monkeypatch.setattr(constraint, name, None)
+    for name in ("plan", "plan_each"):
+        monkeypatch.setattr(grammar_plan, name, None)
+    for name in ("walk", "conform"):
+        monkeypatch.setattr(grammar_walk, name, None)
     run(make_engine("multi_bd", make_device("multi_bd")), free)
     decodes = [said for key, said in texts.items() if key[0] == "decode" and len(said) == 2]
     assert decodes

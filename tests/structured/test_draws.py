@@ -10,8 +10,9 @@ import pytest
 from dllm_jax.runner import grammars
 from dllm_jax.runner.grammar_readout import read_classes
 from dllm_jax.runner.reader import Reader
-from dllm_jax.strategies.core import constraint
-from dllm_jax.strategies.core.constraint import HOLE, Draw, View
+from dllm_jax.strategies.core import grammar_plan
+from dllm_jax.strategies.core.constraint import HOLE, View
+from dllm_jax.strategies.core.grammar_paths import Draw
 from dllm_jax.strategies.core.protocol import Readout
 from dllm_jax.strategies.core.state import Sampling
 from tests.structured.toys import random_toy
@@ -61,7 +62,7 @@ _drawn = jax.jit(_draw, static_argnums=0)
 
 
 def check_shares(module, seed):
-    """Texts that a module `constraint` draws, by chi-squared."""
+    """Texts that a module `grammar_plan` draws, by chi-squared."""
     from scipy import stats  # two seconds, which no other worker need spend
 
     rng = np.random.default_rng(seed)
@@ -97,4 +98,4 @@ def check_shares(module, seed):
 @pytest.mark.slow("3|4|5")
 @pytest.mark.parametrize("seed", range(TOYS))
 def test_texts_are_drawn_by_their_shares(seed):
-    check_shares(constraint, seed)
+    check_shares(grammar_plan, seed)

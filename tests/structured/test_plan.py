@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dllm_jax.runner import grammars
-from dllm_jax.strategies.core import constraint
+from dllm_jax.strategies.core import grammar_plan
 from dllm_jax.strategies.core.constraint import FLOOR, HOLE, KNOWN, NEVER, SKIP, View
 from tests.structured.toys import best_text, random_toy, relative
 
@@ -71,7 +71,7 @@ def _planned(module, cases):
 
 
 def check_plans(module, seed):
-    """Plans of a module `constraint` are those that NumPy finds by trying all."""
+    """Plans of a module `grammar_plan` are those that NumPy finds by trying all."""
     rng = np.random.default_rng(seed)
     cases = [_case(rng) for _ in range(CASES)]
     plan = _planned(module, cases)
@@ -111,4 +111,4 @@ def check_plans(module, seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_plan_is_worth_as_much_as_the_best_of_all_texts(seed):
-    check_plans(constraint, seed)
+    check_plans(grammar_plan, seed)

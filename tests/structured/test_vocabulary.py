@@ -14,7 +14,7 @@ import pytest
 
 from dllm_jax import structured
 from dllm_jax.runner import grammars
-from dllm_jax.strategies.core import constraint
+from dllm_jax.strategies.core import grammar_plan
 from dllm_jax.strategies.core.constraint import HOLE, KNOWN, SKIP, View
 from dllm_jax.structured import Choice, JsonSchema, Regex
 from tests.structured.test_constrained_llm import fits
@@ -94,7 +94,7 @@ def test_texts_of_random_models_are_instances(name, words):
     rows = grammars.stacked([grammars.padded(ready, bucket)] * SLOTS)
     members = _Members(ready.class_of, bucket.classes)
     shortest = int(automaton.distance[automaton.start])
-    plan = jax.jit(constraint.plan)
+    plan = jax.jit(grammar_plan.plan)
     for _ in range(ROUNDS):
         room = rng.integers(0, W - shortest + 1, SLOTS) * (rng.random(SLOTS) < 0.7)
         limit = (shortest + room)[:, None]
@@ -113,7 +113,7 @@ def test_texts_of_random_models_are_instances(name, words):
             )
             score = -taste * rng.exponential(size=(SLOTS, W, bucket.classes)).astype(np.float32)
             drawn = jnp.asarray(members.drawn(rng, (SLOTS, W)))
-            stats = constraint.ClassStats(drawn, *[jnp.asarray(score)] * 4)
+            stats = grammar_plan.ClassStats(drawn, *[jnp.asarray(score)] * 4)
             found = np.asarray(plan(view, stats, jnp.ones((SLOTS, W), bool)).token)
             written = open_ & (rng.random((SLOTS, W)) < rng.choice([0.1, 0.3, 1.0]))
             anything = rng.integers(0, STOP, (SLOTS, W))  # behind the end
