@@ -111,9 +111,8 @@ def measure(model, section, problems, prompts, args):
         model,
         section.strategy,
         section.settings,
-        evaluate.ProblemSet(problems, prompts=prompts),
+        evaluate.ProblemSet(problems, prompts=prompts, max_tokens=args.max_tokens),
         batch_size=args.batch_size,
-        max_tokens=args.max_tokens,
     )
     arrays = {
         name: np.stack([getattr(one, name) for one in outcomes])

@@ -215,7 +215,6 @@ def _evaluate(
                 of,
                 draft=draft,
                 batch_size=args.batch_size,
-                max_tokens=args.max_tokens,
                 progress=functools.partial(progress, bar=bar),
                 recorded=None if args.record is None else recorded,
             )

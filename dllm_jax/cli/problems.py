@@ -1,6 +1,7 @@
 """The problems that `eval` and `tune` decode: their flags, and the sets that these name."""
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,8 @@ def load_with_problems(
             limit=args.problems,
             num_fewshot=args.num_fewshot,
         )
-    return model, sets
+    length = args.max_tokens
+    return model, {name: dataclasses.replace(of, max_tokens=length) for name, of in sets.items()}
 
 
 def check_problem_flags(args: argparse.Namespace) -> None:

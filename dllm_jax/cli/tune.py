@@ -1,6 +1,7 @@
 """`dllm-jax tune`: the fastest thresholds whose accuracy is within a budget, found by a race."""
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import sys
@@ -168,15 +169,14 @@ def _race(
                 model,
                 strategy,
                 [rows[one][-1] for one in members],
-                evaluate.ProblemSet(
-                    [of.problems[i] for i in where],
-                    of.is_right,
-                    [prompts[i] for i in where],
+                dataclasses.replace(
+                    of,
+                    problems=[of.problems[i] for i in where],
+                    prompts=[prompts[i] for i in where],
                     longest=max(map(len, prompts)),
                 ),
                 draft=draft,
                 batch_size=args.batch_size,
-                max_tokens=args.max_tokens,
                 progress=lambda done, _, before=before: bar.update(before + done - bar.n),
             )
             outcomes |= zip(members, found, strict=True)

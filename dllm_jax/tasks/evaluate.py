@@ -65,7 +65,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class ProblemSet:
-    """Problems, and how their texts are judged.
+    """Problems, how long their texts may be, and how these are judged.
 
     Attributes:
         is_right: Judges a text of a problem.
@@ -73,6 +73,7 @@ class ProblemSet:
         tokenizer: Decodes the texts; None: the model's.
         longest: Prompts are padded to at least this many tokens, so that other problems of the same
             set take the same program.
+        max_tokens: Most tokens of a text.
     """
 
     problems: list[Problem]
@@ -80,6 +81,7 @@ class ProblemSet:
     prompts: list[list[int]] | None = None
     tokenizer: Any = None
     longest: int = 0
+    max_tokens: int = MAX_TOKENS
 
 
 def held_out(half: str, count: int, seed: int, family: str | None = None) -> list[Problem]:
@@ -113,7 +115,6 @@ def sweep(
     draft: Model | None = None,
     temperature: float = 0.0,
     batch_size: int = 32,
-    max_tokens: int = MAX_TOKENS,
     progress: Callable[[int, list[Outcome]], object] = lambda done, outcomes: None,
     recorded: Callable[[int, int, Record], object] | None = None,
 ) -> list[Outcome]:
@@ -158,12 +159,12 @@ def sweep(
             model,
             jnp.asarray(padded[rows % len(ids)]),
             strategy.replace(**{k: jnp.asarray(v[rows], jnp.float32) for k, v in values.items()}),
-            max_tokens=max_tokens,
+            max_tokens=of.max_tokens,
             temperature=temperature,
             prompt_len=jnp.asarray(lengths[rows % len(ids)]),
             draft=draft,
         )
-        keeps = 0 if recorded is None else padded.shape[1] + max_tokens
+        keeps = 0 if recorded is None else padded.shape[1] + of.max_tokens
         if first == 0:
             _finish(model, _keeping(session(max_nfe=1), keeps))
         began = time.perf_counter()

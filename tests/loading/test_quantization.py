@@ -239,9 +239,8 @@ def test_the_built_in_model_answers_as_well_in_8_bits():
         evaluate.solve(
             dj.load("builtin:tiny-sdar", quantization=how),
             strategy,
-            problems,
+            evaluate.ProblemSet(problems, max_tokens=160),
             batch_size=64,
-            max_tokens=160,
         )
         for how in (None, "fp8")
     )

@@ -23,8 +23,8 @@ def solved(random_folder):
     model = dj.load(random_folder)
     problems = evaluate.held_out("plain", COUNT, seed=3)
     strategy = dj.strategies.BlockDiffusion(block_size=8)
-    outcome = evaluate.solve(model, strategy, problems, batch_size=2, max_tokens=20)
-    return model, problems, strategy, outcome
+    of = evaluate.ProblemSet(problems, max_tokens=20)
+    return model, problems, strategy, evaluate.solve(model, strategy, of, batch_size=2)
 
 
 @pytest.mark.slow
@@ -53,21 +53,18 @@ def test_a_sweep_is_the_solves_of_its_settings(solved):
     model, problems, _, _ = solved
     strategy = dj.strategies.Edit(block_size=8, edit_threshold=1.0)
     settings = [{"accept_threshold": 1.0}, {"accept_threshold": 0.0}]
-    done = []
+    done, of = [], evaluate.ProblemSet(problems, max_tokens=20)
     swept = evaluate.sweep(
         model,
         strategy,
         settings,
-        problems,
+        of,
         batch_size=4,
-        max_tokens=20,
         progress=lambda number, _: done.append(number),
     )
     assert done == [4, 8, 10]
     for setting, outcome in zip(settings, swept, strict=True):
-        alone = evaluate.solve(
-            model, strategy.replace(**setting), problems, batch_size=4, max_tokens=20
-        )
+        alone = evaluate.solve(model, strategy.replace(**setting), of, batch_size=4)
         for name in ("right", "tokens", "forwards", "denoise", "blocks"):
             assert getattr(outcome, name).tolist() == getattr(alone, name).tolist(), name
         assert (outcome.texts, outcome.finish) == (alone.texts, alone.finish)
@@ -93,7 +90,8 @@ def test_a_batch_has_no_more_rows_than_problems(solved, monkeypatch, size, rows)
 
     monkeypatch.setattr(evaluate, "_finish", watched)
     strategy = dj.strategies.BlockDiffusion(block_size=8)
-    evaluate.solve(model, strategy, problems, batch_size=size, max_tokens=20)
+    of = evaluate.ProblemSet(problems, max_tokens=20)
+    evaluate.solve(model, strategy, of, batch_size=size)
     assert [count for count, _ in seen] == rows
     assert seen[0][1] == 1
     assert all(nfe > 1 for _, nfe in seen[1:])
