@@ -28,6 +28,7 @@ PATH = {
         "runner",
         "dispatch",
         "state",
+        "calls",
         "programs",
         "decode",
         "forward",

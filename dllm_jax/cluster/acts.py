@@ -12,7 +12,7 @@ import numpy as np
 
 from dllm_jax.cluster.hosts import Follower, Leader
 from dllm_jax.runner import grammars, programs
-from dllm_jax.runner.programs import Call
+from dllm_jax.runner.calls import Call
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.runner.state import DeviceState
 

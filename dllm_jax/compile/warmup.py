@@ -20,8 +20,8 @@ import numpy as np
 
 from dllm_jax.engine.layout import EngineLayout, PassKind
 from dllm_jax.runner import grammars, timing
+from dllm_jax.runner.calls import Call
 from dllm_jax.runner.dispatch import Dispatch
-from dllm_jax.runner.programs import Call
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.runner.worker import Worker, is_ending
 

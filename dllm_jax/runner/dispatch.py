@@ -15,7 +15,7 @@ import numpy as np
 
 from dllm_jax.engine.layout import EngineLayout, PassKind, Placement
 from dllm_jax.runner import grammars, packing, programs, xla_options
-from dllm_jax.runner.programs import Call, Programs
+from dllm_jax.runner.calls import Call, Programs
 
 _Admission = tuple[int, Placement, bool]  # slot, request, and whether it decodes at once
 

@@ -10,146 +10,19 @@ the host owns it.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from dllm_jax.engine.layout import SamplingNumbers
-from dllm_jax.loading.model import Model
-from dllm_jax.models.sharding import Split
 from dllm_jax.runner import decode as decoding
 from dllm_jax.runner import packing
-from dllm_jax.runner.forward import ModelForward
-from dllm_jax.runner.grammars import Sizes
+from dllm_jax.runner.calls import Programs, at_rest, program, specs
 from dllm_jax.strategies.core import driver
-from dllm_jax.strategies.core.knobs import knob_rules
-from dllm_jax.strategies.core.protocol import SlotSpec, Strategy
 from dllm_jax.strategies.core.recording import nothing_written
 from dllm_jax.strategies.core.state import EMPTY, ERROR, RUNNING, DecodeState, Limits, Sampling
-
-
-class Programs(struct.PyTreeNode):
-    """Everything the programs are made from but the state: weights are leaves, the rest static."""
-
-    model: Model
-    aux: dict[str, Model]
-    strategy: Strategy
-    spec: SlotSpec = struct.field(pytree_node=False)
-    kept: int = struct.field(pytree_node=False)
-    max_output: int = struct.field(pytree_node=False)
-    most_new: int = struct.field(pytree_node=False)
-    implementation: str | None = struct.field(pytree_node=False)
-    one_rounding: bool = struct.field(pytree_node=False, default=False)
-    num_kept: int = struct.field(pytree_node=False, default=0)
-
-    @property
-    def window(self) -> int:
-        """W, cells of a window."""
-        return self.spec.num_blocks * self.spec.block_size
-
-    @property
-    def knobs(self) -> tuple[str, ...]:
-        """Names of the strategy's thresholds, sorted."""
-        return tuple(sorted(knob_rules(self.strategy)))
-
-    @property
-    def request_fields(self) -> packing.Fields:
-        """The words of a request that goes to its slot."""
-        return packing.request_fields(self.window, len(self.knobs))
-
-    @property
-    def num_fresh(self) -> int:
-        """Requests that a call brings along, rows to ignore included."""
-        return min(packing.ADMIT_ROWS, self.spec.num_slots)
-
-    def forward(self) -> ModelForward:
-        """The model as the strategy sees it."""
-        return ModelForward(
-            self.model,
-            aux=self.aux,
-            implementation=self.implementation,
-            reads_ahead=self.strategy.needs.provisional_cache != "none",
-            one_rounding=self.one_rounding,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A program and its arguments, except for the weights and the state.
-
-    Attributes:
-        key: Tells the compiled sizes of the programs apart; the first is the act.
-        args: Arrays, or futures of them.
-        static: Keywords that are part of the compiled program.
-        sizes: Of the slots' grammars, if the program takes them with the state.
-        options: Of the compiler.
-    """
-
-    key: tuple[Any, ...]
-    program: Any
-    args: tuple[Any, ...]
-    static: dict[str, Any] = dataclasses.field(default_factory=dict)
-    sizes: Sizes | None = None
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    @functools.cached_property
-    def name(self) -> tuple[str, ...]:
-        """The key in words, as another process receives it."""
-        return tuple(map(str, self.key))
-
-
-def _specs(programs: Programs, split: Split) -> Programs:
-    """Where the weights lie; everything else is whole on every device."""
-    return programs.replace(
-        model=split.specs(programs.model),
-        aux=split.specs(programs.aux),
-        strategy=PartitionSpec(),
-    )
-
-
-@functools.cache
-def _per_device(body: Callable[..., Any]) -> Callable[..., Any]:
-    """A program that runs on every device of those that share the model.
-
-    It takes and returns lists of leaves, and raw keys: a call spends 0.3 ms on the nodes of trees
-    (H200). Its keyword `trees` has the trees of `Programs` and of the state.
-    """
-
-    def run(weights, slots, *args, trees, **static):
-        programs, state = map(jax.tree.unflatten, trees, (weights, slots))
-        state = state.replace(keys=jax.random.wrap_key_data(state.keys))
-        split, bound = programs.model.split, functools.partial(body, **static)
-        given = programs, state, *args
-        if split is None:
-            new, rest = bound(*given)
-        else:
-            of_state = decoding.state_specs(split)
-            specs = (_specs(programs, split), of_state, *(PartitionSpec() for _ in args))
-            new, rest = split.run(bound, given, specs, (of_state, PartitionSpec()))
-        return jax.tree.leaves(_at_rest(new)), rest
-
-    run.__name__, run.__doc__ = body.__name__.removeprefix("_"), body.__doc__
-    return run
-
-
-def _program(body: Callable[..., Any], *static: str) -> Any:
-    """A body as a program over a donated state.
-
-    Args:
-        static: Keywords that are part of the compiled program.
-    """
-    names = ("trees", *static)
-    return jax.jit(_per_device(body), static_argnames=names, donate_argnames=("slots",))
-
-
-def _at_rest(state: DecodeState) -> DecodeState:
-    """The state as it is kept between programs."""
-    return state.replace(keys=jax.random.key_data(state.keys))
 
 
 def _part(programs: Programs, request: Int[Array, " X"], name: str) -> Array:
@@ -216,12 +89,12 @@ def new_state(programs: Programs, num_pages: int, page_size: int) -> DecodeState
         slots = jax.tree.map(lambda leaf: jnp.repeat(leaf, programs.spec.num_slots, axis=0), slot)
         made_from = programs.strategy, programs.model, programs.aux
         pools = decoding.new_pools(*made_from, num_pages, page_size)
-        return _at_rest(slots.replace(pools=pools))
+        return at_rest(slots.replace(pools=pools))
 
     split = programs.model.split
     if split is None:
         return own(programs)
-    return split.run(own, (programs,), (_specs(programs, split),), decoding.state_specs(split))
+    return split.run(own, (programs,), (specs(programs, split),), decoding.state_specs(split))
 
 
 @functools.cache
@@ -249,8 +122,8 @@ def _put_rows(state: DecodeState, rows: Int[Array, " R"], new: DecodeState) -> D
     return put.replace(pools=new.pools)
 
 
-def _admit(programs, state, requests):
-    """Fresh requests in their slots, which keep what lasts.
+def _put_fresh(programs, state, requests):
+    """The state with fresh requests in their slots, which keep what lasts.
 
     Args:
         requests: [A X], `packing.request_fields`. A slot past the last marks a row to ignore; a
@@ -266,24 +139,28 @@ def _admit(programs, state, requests):
         finish=jnp.where(decodes > 0, RUNNING, EMPTY).astype(jnp.int32),
         carry=fresh.carry.replace(lasting=lasting),
     )
-    return _put_rows(state, slots, fresh.replace(pools=state.pools)), None
+    return _put_rows(state, slots, fresh.replace(pools=state.pools))
 
 
-admit = _program(_admit)
+@program()
+def admit(programs, state, requests):
+    """Fresh requests [A X] in their slots: see `_put_fresh`."""
+    return _put_fresh(programs, state, requests), None
 
 
 def _with_fresh(programs, state, given, num_rows):
     """The state with the fresh requests that a call brings along, and the call's own rows.
 
     Args:
-        given: The rows, then fresh requests as of `_admit`, flat.
+        given: The rows, then fresh requests as of `_put_fresh`, flat.
     """
     shape = programs.num_fresh, programs.request_fields.size
     rows, fresh = jnp.split(given, (len(given) - math.prod(shape),))
-    return _admit(programs, state, fresh.reshape(shape))[0], rows.reshape(num_rows, -1)
+    return _put_fresh(programs, state, fresh.reshape(shape)), rows.reshape(num_rows, -1)
 
 
-def _restore(programs, state, request, saved, output):
+@program()
+def restore(programs, state, request, saved, output):
     """A fetched slot and what it had emitted, back in a slot."""
     slot = _part(programs, request, "slot")
     old = _rows(state, slot)
@@ -295,10 +172,8 @@ def _restore(programs, state, request, saved, output):
     return _put_rows(state, slot, old.replace(**own, output=output[None])), None
 
 
-restore = _program(_restore)
-
-
-def _prefill(programs, state, given, size, kind, num_rows):
+@program("size", "kind", "num_rows")
+def prefill(programs, state, given, size, kind, num_rows):
     """Fresh requests in their slots, and one prefill pass of distinct slots.
 
     Args:
@@ -330,10 +205,8 @@ def _prefill(programs, state, given, size, kind, num_rows):
     return _put_rows(state, slots, done.replace(finish=finish)), done.boundary[0]
 
 
-prefill = _program(_prefill, "size", "kind", "num_rows")
-
-
-def _begin(programs, state, slot, boundary):
+@program()
+def begin(programs, state, slot, boundary):
     """Let a slot decode, with the row before its window."""
     row = _rows(state, slot[None])
     row = row.replace(
@@ -345,19 +218,15 @@ def _begin(programs, state, slot, boundary):
     return _put_rows(state, slot[None], done), None
 
 
-begin = _program(_begin)
-
-
-def _copy_page(programs, state, source, target):
+@program()
+def copy_page(programs, state, source, target):
     """One page copied in every pool."""
     pools = jax.tree.map(lambda pages: pages.at[target].set(pages[source]), state.pools)
     return state.replace(pools=pools), None
 
 
-copy_page = _program(_copy_page)
-
-
-def _decode(programs, state, given, bound: Any = None, *, num_rows):
+@program("num_rows")
+def decode(programs, state, given, bound: Any = None, *, num_rows):
     """Fresh requests in their slots, and steps of some slots.
 
     Args:
@@ -441,6 +310,3 @@ def _with_grammars(programs, bucket, grammars, rows, bound):
         return bucket
     fresh = bound & (bucket.buffer.nfe == 0) & (bucket.finish == RUNNING)
     return decoding.absorb_nothing(programs.strategy, programs.forward(), bucket, fresh)
-
-
-decode = _program(_decode, "num_rows")

@@ -16,8 +16,8 @@ from dllm_jax.engine.layout import CompileFailure, DeviceFailure, EngineLayout, 
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import decode as decoding
 from dllm_jax.runner import grammars, memory, packing
+from dllm_jax.runner.calls import Call, Programs
 from dllm_jax.runner.dispatch import Dispatch
-from dllm_jax.runner.programs import Call, Programs
 from dllm_jax.runner.state import DeviceState, pinned_of
 from dllm_jax.runner.worker import Worker
 from dllm_jax.strategies.core.errors import described

@@ -18,7 +18,7 @@ from dllm_jax.engine.layout import CompileFailure, DeviceFailure, EngineLayout
 from dllm_jax.kernels import grammar_path
 from dllm_jax.runner import decode as decoding
 from dllm_jax.runner import grammars, programs
-from dllm_jax.runner.programs import Call, Programs
+from dllm_jax.runner.calls import Call, Programs
 from dllm_jax.scoring import labels
 from dllm_jax.strategies.core.constraint import Constraint
 from dllm_jax.strategies.core.errors import described

@@ -13,6 +13,7 @@ from dllm_jax.bench import measure
 from dllm_jax.compile import warmup
 from dllm_jax.engine.layout import EngineConfig, Placement
 from dllm_jax.runner import buckets, programs
+from dllm_jax.runner.calls import Call
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.runner.state import DeviceState
 from dllm_jax.strategies import AR, MultiBD
@@ -172,7 +173,7 @@ def test_tokens_are_those_of_each_alone(name):
     # A pass that fails takes all of its prompts along, and they start over.
     launch, failed = DeviceState._launch, []
 
-    def fails_once(device: DeviceState, one: programs.Call, *rest: Any) -> Any:
+    def fails_once(device: DeviceState, one: Call, *rest: Any) -> Any:
         if one.program is programs.prefill and one.static["num_rows"] == COUNT and not failed:
             failed.append(one)
             raise jax.errors.JaxRuntimeError("no more")
