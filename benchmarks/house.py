@@ -23,7 +23,7 @@ PACKAGES = "dllm_jax", "strategies", "pallas_kernels", "checkpoints_convert"
 CORE = "engine", "runner", "compile", "models", "api"  # and the strategies
 PATH = {
     "strategies": ("multi_bd", "core/state", "core/blocks", "core/driver"),
-    "dllm_jax/engine": ("requests", "sequence", "scheduler", "engine"),
+    "dllm_jax/engine": ("requests", "sequence", "scheduler", "engine", "texts"),
     "dllm_jax/runner": (
         "runner",
         "dispatch",

@@ -18,21 +18,15 @@ from typing import Any
 import numpy as np
 
 from dllm_jax.engine import checks
-from dllm_jax.engine.active import ActiveRequest, accept, is_whole, output
-from dllm_jax.engine.detokenize import TextStream, special_stops
-from dllm_jax.engine.faults import Faults
+from dllm_jax.engine.active import accept
 from dllm_jax.engine.layout import CompileFailure, DeviceFailure, EngineLayout
 from dllm_jax.engine.requests import DraftMetrics, Request, RequestOutput
 from dllm_jax.engine.rounds import Budget, Chunk, all_end, groups, num_steps
 from dllm_jax.engine.scheduler import Scheduler
 from dllm_jax.engine.sequence import DECODE, DONE, PREFILL, Pass, Sequence
 from dllm_jax.engine.stats import Stats
+from dllm_jax.engine.texts import Texts
 
-RUNNING_CODE = 1
-ERROR_CODE, STUCK_CODE = 7, 8
-REASONS = {2: "stop", 3: "length", 4: "nfe", 5: "repetition", 6: "abort"} | dict.fromkeys(
-    (ERROR_CODE, STUCK_CODE), "error"
-)
 PROGRAMS_WAIT_S = 0.02  # of a step whose requests all wait for programs that a thread compiles
 NEWEST_SHARE = 0.2  # of the last chunk in the running mean of a step's seconds
 
@@ -45,19 +39,17 @@ class _Round:
     last_pass: Any = None
 
 
-class Engine:
+class Engine(Texts):
     """Continuous batching over a device.
 
     Args:
         runner: Runs the programs (`runner.ModelRunner`); `runner.layout` holds sizes and rules.
-        tokenizer: For texts and stop strings; None: texts are empty.
+        tokenizer, clock: See `Texts`.
         seed: Of requests without one.
-        clock: Seconds; for deadlines and metrics.
         save_snapshot: Saves sequences that ended by a device failure; returns where.
 
     Attributes:
-        drafted: How drafts fared in all texts that ended; None without a drafting strategy.
-        faults: Exceptions that ended one request each.
+        drafted, faults: See `Texts`.
         is_open: Requests come at any time, as to a server; see `rounds.num_steps`.
     """
 
@@ -71,21 +63,14 @@ class Engine:
     ):
         self.runner = runner
         self.layout: EngineLayout = runner.layout
-        self.scheduler = Scheduler(self.layout)
-        self.drafted: DraftMetrics | None = None
-        self.faults = Faults()
-        self.is_open = False
-        self._tokenizer, self._seed, self._clock = tokenizer, seed, clock
+        super().__init__(Scheduler(self.layout), tokenizer, clock)
         self.save_snapshot = save_snapshot
-        self._requests: dict[str, ActiveRequest] = {}
-        self._moved: list[ActiveRequest] = []
-        self._ready: list[RequestOutput] = []  # reported, not yet handed over
+        self.is_open = False
+        self._seed, self._num_sequences = seed, 0
         self._is_torn = False  # a call is changing the state of the engine, or was interrupted
         self._rounds: deque[_Round] = deque()
-        self._num_deadlines = self._num_sequences = 0
         self._step_s = 0.0
         self._last_fetch_s: float | None = None
-        self._counts = Stats()
 
     # --- what users call ------------------------------------------------------------------------
 
@@ -105,15 +90,8 @@ class Engine:
                 f"request_id={checks.short_repr(request_id)} is already in the engine; give "
                 f"another, or none"
             )
-        active = accept(
-            request,
-            request_id,
-            self._num_sequences,
-            self._clock(),
-            self.layout,
-            self._tokenizer,
-            self._seed,
-        )
+        number, now = self._num_sequences, self._clock()
+        active = accept(request, request_id, number, now, self.layout, self._tokenizer, self._seed)
         self._is_torn = True
         self._counts.num_requests += 1
         self._num_sequences += len(active.sequences)
@@ -153,11 +131,6 @@ class Engine:
         self._report()
         self._is_torn = False
 
-    def id_of(self, request: Request) -> str:
-        """The id that a request has, or gets if it is added next."""
-        number = self._counts.num_requests
-        return str(number) if request.request_id is None else request.request_id
-
     def abort(self, request_id: str) -> bool:
         """End a request with "abort" and the tokens it has; the next step returns its last output.
 
@@ -182,24 +155,10 @@ class Engine:
         self._drop_rounds()
         return self.scheduler.pool.reset()
 
-    def outputs(self) -> list[RequestOutput]:
-        """Current outputs of all requests; without `stream` a text comes only at its end."""
-        now = self._clock()
-        return [output(active, now) for active in list(self._requests.values())]
-
-    def sequences(self, request_id: str) -> list[Sequence]:
-        """The sequences of a request, to read, and for `snapshot.restore`."""
-        active = self._requests.get(request_id)
-        return [] if active is None else active.sequences
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a further step can return outputs."""
-        return bool(self._requests or self._moved or self._ready)
-
     def stats(self) -> Stats:
         """Current values, and counts since the engine was made."""
-        pool, counts, drafted = self.scheduler.pool, self._counts, self.drafted
+        pool, counts = self.scheduler.pool, self._counts
+        drafted = self.drafted or DraftMetrics((), (), ())
         running = [s for r in self._requests.values() for s in r.sequences if s.stage != DONE]
         return dataclasses.replace(
             counts,
@@ -219,9 +178,9 @@ class Engine:
             prefix_queries=pool.queries,
             prefix_hits=pool.hits,
             prefix_evictions=pool.evictions,
-            draft_rounds=drafted.rounds if drafted else 0,
-            draft_tokens_proposed=sum(drafted.proposed) if drafted else 0,
-            draft_tokens_accepted=sum(drafted.accepted) if drafted else 0,
+            draft_rounds=drafted.rounds,
+            draft_tokens_proposed=sum(drafted.proposed),
+            draft_tokens_accepted=sum(drafted.accepted),
         )
 
     # --- dispatch --------------------------------------------------------------------------------
@@ -370,121 +329,6 @@ class Engine:
             self._step_s = (1 - NEWEST_SHARE) * mean + NEWEST_SHARE * newest
         self._last_fetch_s = now
 
-    def _read(self, chunk: Chunk, fetched: Any) -> None:
-        rows = zip(
-            range(len(chunk.sequences)),  # the bucket may be wider than the group
-            chunk.sequences,
-            chunk.epochs,
-            fetched.start,
-            fetched.finish,
-            fetched.nfe,
-            fetched.length,
-            fetched.before,
-            fetched.emitted,
-            strict=False,
-        )
-        for i, sequence, epoch, start, finish, nfe, length, before, emitted in rows:
-            if sequence.epoch != epoch:
-                continue
-            sequence.in_flight -= chunk.steps
-            sequence.saved = (fetched, i)
-            sequence.nfe = nfe
-            moved = length > before
-            if moved:
-                # A sequence that started over keeps its tokens; the new ones are the same.
-                sequence.tokens[before:length] = emitted[: length - before]
-                if sequence.owner.params.reads_written:
-                    first = sequence.placement.prompt_len + before
-                    sequence.written[before:length] = fetched.written(i, first, length - before)
-            if start > sequence.start:
-                sequence.start = start
-                if sequence.first_s is None:
-                    sequence.first_s = self._clock()
-            if finish == ERROR_CODE:
-                sequence.is_sound = False
-            elif not sequence.is_sound:
-                sequence.is_sound = True
-                self.scheduler.prefixes.publish(sequence)
-            if finish == ERROR_CODE:
-                self._end(
-                    sequence,
-                    "error",
-                    "the model produced values that are not finite; "
-                    "check the weights and the prompt, or use float32",
-                )
-            elif finish == STUCK_CODE:
-                self._end(sequence, "error", self.scheduler.layout.stuck_text.format(int(start)))
-            elif finish != RUNNING_CODE:
-                if REASONS[finish] == "stop":
-                    sequence.stop_id = self._callers_stop(sequence, fetched, i)
-                self._end(sequence, REASONS[finish])
-            elif sequence.watched and (moved or sequence.owner.request.denoise):
-                self._show(sequence)
-
-    def _callers_stop(self, sequence: Sequence, fetched: Any, row: int) -> int | str | None:
-        """The one of the caller's stops that was written; None for the model's own."""
-        params = sequence.owner.params
-        own = () if params.ignore_eos else self.scheduler.layout.stop_token_ids
-        callers: dict[int, int | str] = {i: i for i in params.stop_token_ids if i not in own}
-        callers |= special_stops(self._tokenizer, params.stop, sequence.placement.stop_ids)
-        return callers.get(fetched.behind(row)) if callers else None
-
-    def _show(self, sequence: Sequence) -> None:
-        """Update the text of a running sequence, and report it if its request streams."""
-        if reason := self._feed(sequence, last=False):
-            self._end(sequence, reason)
-        elif sequence.owner.request.stream:
-            self._moved.append(sequence.owner)
-
-    def _feed(self, sequence: Sequence, last: bool) -> str | None:
-        """Give the new tokens to the text; the finish reason if that ends the sequence."""
-        if sequence.stream is None:
-            return None
-        try:
-            sequence.stream.feed(sequence.tokens, last)
-        except BaseException as error:  # whatever a tokenizer raises ends this request alone
-            checks.raise_exit(error)
-            self.faults.note(error)
-            sequence.owner.error = _tokenizer_failed(error)
-            return "error"
-        if sequence.stream.stopped is None:
-            return None
-        del sequence.tokens[sequence.stream.stopped :]
-        return "stop"
-
-    def _end(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
-        """End a sequence, unless its last text does so for another reason."""
-        if sequence.stage == DONE:
-            return
-        self.scheduler.leave(sequence)
-        sequence.end_s = self._clock()
-        if sequence.first_s is None:
-            sequence.first_s = sequence.end_s
-        if sequence.stream is None and self._tokenizer is not None:
-            sequence.stream = TextStream(self._tokenizer, sequence.owner.params.stop)
-        last = self._feed(sequence, last=True)
-        if reason == "length" and is_whole(sequence):
-            reason = "stop"
-        if last is None:
-            sequence.owner.error = error or sequence.owner.error
-        sequence.finish_reason = last or reason
-        if sequence.owner.params.record and sequence.saved is not None:
-            fetch, row = sequence.saved
-            sequence.tail = fetch.behind_text(row, len(sequence.tokens))
-        sequence.drafted, sequence.saved = sequence.draft_metrics(), None
-        self.drafted = DraftMetrics.together((self.drafted, sequence.drafted))
-        self._counts.generated_tokens += sequence.placement.num_written(len(sequence.tokens))
-        self._counts.nfe += sequence.nfe
-        self._moved.append(sequence.owner)
-
-    def _abort_late(self) -> None:
-        now = self._clock()
-        for active in list(self._requests.values()):
-            if active.deadline_s is not None and now >= active.deadline_s:
-                active.is_late = True
-                for sequence in active.sequences:
-                    self._end(sequence, "abort")
-
     # --- failure ---------------------------------------------------------------------------------
 
     def _drop_rounds(self) -> None:
@@ -534,55 +378,9 @@ class Engine:
         return f"; saved: `dllm-jax replay {path}` runs it again"
 
     def _mend(self) -> None:
-        """Queue every sequence again if a call was cut short, by a second Ctrl-C for example.
-
-        Slots, pages and queue may disagree then. Texts start over and come to the same tokens.
-        """
+        """Start over if a call was cut short, by a second Ctrl-C for example."""
         if not self._is_torn:
             return
         self._drop_rounds()
-        reported = {one.request_id for one in self._ready if one.finished}
-        for request_id in reported & self._requests.keys():
-            del self._requests[request_id]
-        every = list(self._requests.values())
-        self._counts.num_finished = self._counts.num_requests - len(every)
-        self._num_deadlines = sum(active.deadline_s is not None for active in every)
-        left = [s for active in every for s in active.sequences if s.finish_reason is None]
-        for sequence in left:
-            if sequence.stream is not None:
-                params = sequence.owner.params
-                sequence.stream = TextStream(self._tokenizer, params.stop)
-        self.scheduler.start_over(left)
-        for sequence in left:
-            if reason := self._feed(sequence, last=False):
-                self._end(sequence, reason)
-        self._moved = every
+        self._start_over()
         self._is_torn = False
-
-    # --- outputs ---------------------------------------------------------------------------------
-
-    def _report(self) -> None:
-        moved, self._moved = dict.fromkeys(self._moved), []
-        for active in moved:
-            done = all(sequence.stage == DONE for sequence in active.sequences)
-            if active.id not in self._requests or not (done or active.request.stream):
-                continue
-            self._ready.append(self._output(active))
-            if self._ready[-1].finished:
-                del self._requests[active.id]
-                self._num_deadlines -= active.deadline_s is not None
-                self._counts.num_finished += 1
-
-    def _output(self, active: ActiveRequest) -> RequestOutput:
-        try:
-            return output(active, self._clock())
-        except BaseException as error:  # of a tokenizer, asked what may be shown
-            checks.raise_exit(error)
-            self.faults.note(error)
-            for sequence in active.sequences:
-                self._end(sequence, "error", _tokenizer_failed(error))
-            return output(active, self._clock())
-
-
-def _tokenizer_failed(error: BaseException) -> str:
-    return f"the tokenizer failed: {type(error).__name__}: {error}"

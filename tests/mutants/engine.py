@@ -291,11 +291,12 @@ PREFIXES = [
     ),
     *broken(
         "machine",
+        "texts.py",
+        broken_prompt_is_published=("if finish != ERROR_CODE and not", "if not"),
+    ),
+    *broken(
+        "machine",
         "engine.py",
-        broken_prompt_is_published=(
-            "                sequence.is_sound = False\n            elif not",
-            "                pass\n            if not",
-        ),
         published_before_it_is_written=(
             "        self.runner.admit(sequence.slot, sequence.placement)\n",
             "        self.runner.admit(sequence.slot, sequence.placement)\n"
@@ -478,9 +479,7 @@ ROUNDS = [
     *broken(
         "machine",
         "engine.py",
-        epoch_is_not_checked=("if sequence.epoch != epoch:", "if False:"),
         steps_in_flight_not_counted=("sequence.in_flight += steps", "pass"),
-        steps_read_are_still_in_flight=("            sequence.in_flight -= chunk.steps\n", ""),
         restored_with_fewer_tokens=(
             "sequence.placement, saved, sequence.tokens)",
             "sequence.placement, saved, [])",
@@ -490,14 +489,20 @@ ROUNDS = [
             "            saved = ",
             "        if False:\n            fetch, row = sequence.saved\n            saved = ",
         ),
+        first_failure_is_the_last=("[s for s in lost if s.nfe <= s.failed_at]", "lost"),
+        lost_state_is_gone_on_with=("        self.scheduler.lose_everything()\n", ""),
+    ),
+    *broken(
+        "machine",
+        "texts.py",
+        epoch_is_not_checked=("if sequence.epoch != epoch:", "if False:"),
+        steps_read_are_still_in_flight=("            sequence.in_flight -= chunk.steps\n", ""),
         stream_takes_tokens_back=("sequence.tokens[before:length] =", "sequence.tokens[before:] ="),
         start_is_not_read=("                sequence.start = start\n", ""),
         stop_string_is_kept=("        del sequence.tokens[sequence.stream.stopped :]\n", ""),
         ends_twice=("        if sequence.stage == DONE:\n            return\n", ""),
         deadline_never_comes=("now >= active.deadline_s", "now >= active.deadline_s + 1e9"),
         deadline_comes_at_once=("now >= active.deadline_s", "now >= active.added_s"),
-        first_failure_is_the_last=("[s for s in lost if s.nfe <= s.failed_at]", "lost"),
-        lost_state_is_gone_on_with=("        self.scheduler.lose_everything()\n", ""),
         half_a_request_is_reported_as_ended=(
             "done = all(sequence.stage == DONE for",
             "done = any(sequence.stage == DONE for",

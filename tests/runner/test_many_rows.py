@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dllm_jax.engine import engine, rounds
+from dllm_jax.engine import rounds
 from dllm_jax.engine.engine import Engine
 from dllm_jax.engine.layout import NO_LIMIT, EngineConfig
 from dllm_jax.engine.requests import Request, SamplingParams
+from dllm_jax.engine.texts import ERROR_CODE, REASONS, RUNNING_CODE, STUCK_CODE
 from dllm_jax.runner import buckets, programs, xla_options
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies import MultiBD
@@ -162,8 +163,8 @@ def test_the_others_run_enough_steps_for_one_of_theirs() -> None:
 
 
 def test_the_host_loop_reads_the_devices_codes() -> None:
-    codes = (engine.RUNNING_CODE, engine.ERROR_CODE, engine.STUCK_CODE)
+    codes = (RUNNING_CODE, ERROR_CODE, STUCK_CODE)
     assert codes == (state.RUNNING, state.ERROR, state.STUCK)
     ended = {code: word for code, word in state.FINISH_REASONS.items() if word is not None}
-    assert ended == engine.REASONS
+    assert ended == REASONS
     assert NO_LIMIT == state.NO_LIMIT
