@@ -204,10 +204,6 @@ class Engine(Texts):
         if not self.scheduler.live and not self._rounds:
             self.runner.await_programs(PROGRAMS_WAIT_S)
 
-    def _num_steps(self, decoding: list[Sequence]) -> int:
-        cost = self.runner.cost
-        return num_steps(self._step_s, self.scheduler, decoding, cost, self.is_open)
-
     @contextlib.contextmanager
     def _alone(self, sequence: Sequence) -> abc.Iterator[None]:
         """Whatever is raised here ends the sequence alone; a failure of the device concerns all."""
@@ -253,12 +249,13 @@ class Engine(Texts):
         Returns:
             The last pass's handle; None without a pass.
         """
-        decoding, last = self.scheduler.decoding(), None
-        if len(decoding) == len(self.scheduler.live):
+        scheduler, cost, last = self.scheduler, self.runner.cost, None
+        decoding = scheduler.decoding()
+        if len(decoding) == len(scheduler.live):
             return None
-        steps = self._num_steps(decoding)
-        budget = Budget(self.scheduler, decoding, steps, self.runner.cost)
-        for sequence in [s for s in self.scheduler.live if s.stage == PREFILL]:
+        steps = num_steps(self._step_s, scheduler, decoding, cost, self.is_open)
+        budget = Budget(scheduler, decoding, steps, cost)
+        for sequence in [s for s in scheduler.live if s.stage == PREFILL]:
             while sequence.stage == PREFILL and sequence.done < sequence.start:
                 piece = budget.take(sequence, forced=last is None)
                 if piece is None:
@@ -290,16 +287,18 @@ class Engine(Texts):
 
     def _decode(self) -> list[Chunk]:
         """Dispatch steps of all sequences that decode, unless those in flight end all of them."""
-        scheduler, decoding = self.scheduler, self.scheduler.decoding()
+        scheduler, cost = self.scheduler, self.runner.cost
+        decoding = scheduler.decoding()
         in_flight = [chunk for round_ in self._rounds for chunk in round_.chunks]
         if not decoding or all_end(self.layout, in_flight, decoding):
             return []
-        steps = scheduler.grow(decoding, self._num_steps(decoding))
+        steps = num_steps(self._step_s, scheduler, decoding, cost, self.is_open)
+        steps = scheduler.grow(decoding, steps)
         for sequence in decoding:
             if sequence.stage != DECODE and sequence.saved is not None:  # preempted
                 sequence.saved[0].hold()  # the device need not, for as long as it waits
         decoding = [sequence for sequence in decoding if sequence.stage == DECODE]
-        sized = groups(scheduler, decoding, steps, self.runner.cost)
+        sized = groups(scheduler, decoding, steps, cost)
         return [self._decode_group(*group) for group in sized]
 
     def _decode_group(self, group: list[Sequence], columns: int, steps: int) -> Chunk:
@@ -363,19 +362,16 @@ class Engine(Texts):
             self._give_up([s for s in everyone if s.stage != DONE], second)
 
     def _give_up(self, sequences: list[Sequence], failure: DeviceFailure) -> None:
-        saved = self._save(sequences)
+        saved = ""
+        if self.save_snapshot is not None and sequences:
+            try:
+                path = self.save_snapshot(sequences)
+                saved = f"; saved: `dllm-jax replay {path}` runs it again"
+            except Exception as error:  # a full disk must not end the other requests
+                saved = f"; it could not be saved ({type(error).__name__}: {error})"
         first_line = (str(failure).strip() or "no message").splitlines()[0]
         for sequence in sequences:
             self._end(sequence, "error", f"the device failed twice ({first_line}){saved}")
-
-    def _save(self, sequences: list[Sequence]) -> str:
-        if self.save_snapshot is None or not sequences:
-            return ""
-        try:
-            path = self.save_snapshot(sequences)
-        except Exception as error:  # a full disk must not end the other requests
-            return f"; it could not be saved ({type(error).__name__}: {error})"
-        return f"; saved: `dllm-jax replay {path}` runs it again"
 
     def _mend(self) -> None:
         """Start over if a call was cut short, by a second Ctrl-C for example."""

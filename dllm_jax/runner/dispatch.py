@@ -266,16 +266,13 @@ class Dispatch:
         )
         given, static = self._with_fresh(requests)
         active = rows[:num_active].tolist()
-        bound = [row in self._bound for row in active]
-        sizes = self._bucket if any(bound) else None
+        bound = np.zeros((len(rows),), bool)
+        bound[:num_active] = [row in self._bound for row in active]
+        key, args = ("decode seen" if self.is_profiled else "decode", *pages.shape), (given,)
+        sizes = self._bucket if bound.any() else None
         if sizes is not None:
-            which = np.zeros((len(rows),), bool)
-            which[: len(bound)] = bound
-            key, args = ("decode with grammars", *pages.shape, sizes), (given, which)
-        else:
-            key, args = ("decode seen" if self.is_profiled else "decode", *pages.shape), (given,)
-        is_split = self.programs.model.split is not None
-        how = sizes is not None, is_split, self.is_profiled
+            key, args = ("decode with grammars", *pages.shape, sizes), (given, bound)
+        how = sizes is not None, self.programs.model.split is not None, self.is_profiled
         options = xla_options.of_decode(self.layout, len(rows), *how)
         call = Call(key, programs.decode, args, static, sizes, options)
         return self.run(call, active)

@@ -1,10 +1,7 @@
 """The programs of the engine: pure functions over one donated state, compiled by bucket sizes.
 
-`admit` puts fresh requests into their slots, as `prefill` and `decode` do first. `prefill` computes
-pieces of prefixes, `begin` lets a slot decode without one. `decode` gathers a bucket of slots,
-steps them and scatters them back. `restore` puts a fetched slot back, `copy_page` makes a private
-copy. Slot leaves are kept at `max_num_seqs`, pools never move, and the page table is an argument:
-the host owns it.
+Slot leaves are kept at `max_num_seqs`, pools never move, and the page table is an argument: the
+host owns it.
 """
 
 import dataclasses

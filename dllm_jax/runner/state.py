@@ -55,7 +55,6 @@ class DeviceState:
         self.home = _device_of(made_from)
         self.take(made_from)
         self._split = made_from.model.split
-        self._num_slots = layout.num_slots
         self._sizes = {"num_pages": layout.num_pages, "page_size": layout.page_size}
         self._make = programs.make_state(self.home)
         self._lost: BaseException | None = None  # the failure that took the state, until `reset`
@@ -222,8 +221,8 @@ class DeviceState:
 
     def _blank_grammars(self, sizes: grammars.Sizes) -> Constraint:
         kernels = grammar_path.choose() if self._split is None else None  # of one device alone
-        size = self._programs.spec.vocab_size
-        return grammars.empty(self._num_slots, sizes, size, kernels)
+        spec = self._programs.spec
+        return grammars.empty(spec.num_slots, sizes, spec.vocab_size, kernels)
 
 
 def _taken(call: Call, state: DecodeState) -> DecodeState:
