@@ -245,7 +245,13 @@ def prefill_pass(
     valid = (position < end[:, None]).reshape(shape)
     live = (position < live_end[:, None]).reshape(shape)
     view = state.replace(
-        buffer=_chunk_buffer(state.buffer, tokens, first, live),
+        buffer=state.buffer.replace(  # the window of this pass is the chunk itself
+            tokens=tokens.reshape(shape),
+            filled=live,
+            status=jnp.where(jnp.any(live, axis=2), ACTIVE, DUMMY).astype(jnp.int32),
+            start=first,
+            block_steps=jnp.zeros(shape[:2], jnp.int32),
+        ),
         rows=jnp.zeros((B, size, state.boundary.shape[-1]), state.boundary.dtype),
     )
     out = forward(
@@ -280,18 +286,6 @@ def absorb_nothing(
     last = jnp.ones((B,), bool) if last is None else last
     chunk = PrefillChunk(forward, state, None, nothing, last)
     return strategy.absorb(chunk, state)
-
-
-def _chunk_buffer(buffer: BlockBuffer, tokens: Array, first: Array, live: Array) -> BlockBuffer:
-    """The window of a prefill pass: the chunk itself."""
-    B, K, _ = live.shape
-    return buffer.replace(
-        tokens=tokens.reshape(live.shape),
-        filled=live,
-        status=jnp.where(jnp.any(live, axis=2), ACTIVE, DUMMY).astype(jnp.int32),
-        start=first,
-        block_steps=jnp.zeros((B, K), jnp.int32),
-    )
 
 
 def run(
