@@ -108,13 +108,8 @@ class WindowOutput(struct.PyTreeNode, ForwardOutput):
         name = self.forward.pool
         pool = state.pools[name]
         num_pages, _, page_size, _ = pool[0][0].shape
-        slots = page_slots(
-            state.page_table,
-            cells(self.positions),
-            stored & running[:, None] & sound,
-            num_pages,
-            page_size,
-        )
+        positions, writes = cells(self.positions), stored & running[:, None] & sound
+        slots = page_slots(state.page_table, positions, writes, num_pages, page_size)
         lost = jnp.any(stored & ~sound, axis=1) & running
         fresh = jax.tree.map(lambda leaf: leaf[:, span], self.fresh)
         state = state.replace(
