@@ -27,7 +27,7 @@ def best_path(
     tile: tuple[int, int] = _TILE,
     **constants: Any,
 ) -> tuple[Array, Array]:
-    """See `constraint._chain`, for all slots; `constants` are its module's."""
+    """See `grammar_paths.chain`, for all slots; `constants` are its module's."""
     (B, W, L), (_, G, D), C = score.shape, grammar.target.shape, grammar.delta.shape[2]
     tables = "target", "label", "delta", "distance", "num_states", "num_edges"
     named = fields(grammar, *tables)
