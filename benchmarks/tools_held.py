@@ -11,7 +11,7 @@ begun call without a grammar.
 `prose`: word problems with tools offered under `auto`, and the same prompts without a grammar; how
 many have the same tokens and the same number of forwards. Each strategy writes with the built-in
 model that it fits, or with a small one of its family with random weights. A row of an earlier run
-with the same strategy and form is replaced in the file.
+with the same strategy, form and seed is replaced in the file.
 """
 
 import argparse
@@ -254,11 +254,12 @@ def main() -> None:
 
     def keep(strategy: str, form: str, work) -> None:
         began = time.process_time()
-        row = {"strategy": strategy, "form": form, **work()}
+        row = {"strategy": strategy, "form": form, "seed": args.seed, **work()}
         row["cpu_seconds"] = round(time.process_time() - began, 1)
         print(json.dumps(row), flush=True)
         rows = facts.setdefault(args.what, [])
-        rows[:] = [one for one in rows if (one["strategy"], one["form"]) != (strategy, form)]
+        same = ("strategy", "form", "seed")
+        rows[:] = [one for one in rows if any(one.get(key, 0) != row[key] for key in same)]
         rows.append(row)
         if args.output is not None:
             args.output.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
