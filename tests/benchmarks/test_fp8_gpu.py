@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dllm_jax.kernels import hopper
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import fp8_gpu
 
@@ -65,6 +67,6 @@ def test_tiles_that_are_tried_are_whole_and_fit(rows, shape):
     assert len(tried) >= 3
     for tiling in tried:
         assert shape[1] % tiling.columns == shape[0] % (tiling.depth * tiling.splits) == 0
-        assert shape[1] // tiling.columns * tiling.splits <= fp8_gpu.mosaic.MULTIPROCESSORS
+        assert shape[1] // tiling.columns * tiling.splits <= hopper.MULTIPROCESSORS
         buffers = (-(-rows // 64) * 64 + tiling.columns) * tiling.depth * tiling.stages
-        assert buffers <= fp8_gpu.mosaic.SHARED_BYTES
+        assert buffers <= hopper.SHARED_BYTES
