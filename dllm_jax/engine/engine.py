@@ -96,6 +96,7 @@ class Engine(Texts):
         self._counts.num_requests += 1
         self._num_sequences += len(active.sequences)
         self._requests[active.id] = active
+        self._num_deadlines += active.deadline_s is not None
         self._counts.prompt_tokens += len(active.sequences[0].prompt)
         for sequence in active.sequences:
             self.scheduler.add(sequence)
@@ -117,7 +118,8 @@ class Engine(Texts):
         """A step; its outputs are `_ready`."""
         self._mend()
         self._is_torn = True
-        self._abort_late()
+        if self._num_deadlines:
+            self._abort_late()
         if not self.scheduler.live:  # in-flight work has no owner; exclude idle time
             self._drop_rounds()
         try:

@@ -41,6 +41,7 @@ class Texts:
         self._requests: dict[str, ActiveRequest] = {}
         self._moved: list[ActiveRequest] = []
         self._ready: list[RequestOutput] = []  # reported, not yet handed over
+        self._num_deadlines = 0
         self._counts = Stats()
 
     def id_of(self, request: Request) -> str:
@@ -73,6 +74,7 @@ class Texts:
             del self._requests[request_id]
         every = list(self._requests.values())
         self._counts.num_finished = self._counts.num_requests - len(every)
+        self._num_deadlines = sum(active.deadline_s is not None for active in every)
         left = [s for active in every for s in active.sequences if s.finish_reason is None]
         for sequence in left:
             if sequence.stream is not None:
@@ -200,6 +202,7 @@ class Texts:
             self._ready.append(self._output(active))
             if self._ready[-1].finished:
                 del self._requests[active.id]
+                self._num_deadlines -= active.deadline_s is not None
                 self._counts.num_finished += 1
 
     def _output(self, active: ActiveRequest) -> RequestOutput:

@@ -6,6 +6,7 @@ Left out as equivalent:
 * `_enter` without `epoch += 1`: `_vacate` counted the end of the stay before.
 * `_run_pass` marking the last piece of a sequence that is restored: `restore` sets `finish`.
 * `_report` without its second look into `_requests`: each request is in `_moved` once.
+* `_num_deadlines` never counted down: the engine then looks for deadlines in vain.
 * `_recover` without `_rounds.clear()`: no sequence is active then, and the next step clears them.
 * `limits` without its first refusal: the rule after it refuses the same, in other words.
 * `_fits` without `max(sequence.start, ...)`: what is written never ends before `start`.
