@@ -45,6 +45,7 @@ from dllm_jax.loading.chat import Messages
 from dllm_jax.loading.jax_settings import enable_compile_cache
 from dllm_jax.runner.memory import MemoryPlan
 from dllm_jax.runner.worker import check_process
+from dllm_jax.scoring.one_rounding import Rounding, rounding_of
 
 
 @checks.known_fields(
@@ -149,8 +150,7 @@ class LLM:
             progress=progress_of(progress) if warm_up else None,
             with_constraints=warm_up_constraints,
         )
-        max_model_len = device.layout.max_model_len
-        self.constraints = Constraints(self.model, self.strategy, max_model_len)
+        self.constraints = Constraints(self.model, self.strategy, device.layout.max_model_len)
         self.engine = SharedEngine(
             device,
             self.model.tokenizer,
@@ -199,6 +199,11 @@ class LLM:
     def memory(self) -> MemoryPlan:
         """The engine's memory on its device, and the predicted peak."""
         return self.engine.runner.memory
+
+    @property
+    def rounding(self) -> Rounding:
+        """How the engine divides its sums, for `Model.logits`; ValueError if in no fixed way."""
+        return rounding_of(self.engine.layout)
 
     def generate(
         self,
@@ -323,8 +328,7 @@ class LLM:
         a stop id that was written; `ignore_eos=True` fills the holes after it as well.
 
         Args:
-            prefix: A text, a list of token ids, a conversation or a list of parts, or a list of
-                such.
+            prefix: A text, token ids, a conversation or a list of parts, or a list of such.
             suffix: Likewise, one for all or one a prefix.
             params: One for all or one a prefix; None: `default_params`.
 
@@ -347,8 +351,7 @@ class LLM:
         """Probabilities of the options of questions about a text, in one forward, without a cache.
 
         Args:
-            questions: `Question.predicate`, `.choice` or `.score` of `dllm_jax.api.questions`; at
-                most 64.
+            questions: At most 64 `Question.predicate`, `.choice` or `.score` of `api.questions`.
             joint: Ask all questions in one text, where each answer sees the other questions; else
                 each is a text of its own, in one batch.
 
@@ -377,13 +380,11 @@ class LLM:
         A folder without a chat template uses its family's, and a warning names it.
 
         Args:
-            template_kwargs: Variables of the template, such as `enable_thinking=False` or
-                `tools=[...]`; one that the template does not read is refused. `chat_template`
-                (Jinja, or the name of one of several) replaces the model's.
+            template_kwargs: Variables of the template, such as `enable_thinking=False`; one that it
+                does not read is refused. `chat_template` (Jinja, or a name) replaces the model's.
 
         Raises:
-            ValueError: The model has no tokenizer or no template, or the template does not take
-                this conversation.
+            ValueError: No tokenizer, no template, or one that does not take this conversation.
         """
         return rendered(self.model, conversation, **template_kwargs)
 

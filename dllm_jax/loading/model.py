@@ -21,8 +21,9 @@ from dllm_jax.models.family import FamilyDefaults
 from dllm_jax.models.kv_cache import KV_FP8
 from dllm_jax.models.quantization import is_quantized, shapes_like
 from dllm_jax.models.sharding import Exchange, Split, partitioned
-from dllm_jax.scoring import likelihood
+from dllm_jax.scoring import likelihood, one_rounding
 from dllm_jax.scoring.likelihood import LogLikelihood
+from dllm_jax.scoring.one_rounding import Rounding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +138,9 @@ class Model(struct.PyTreeNode):
         token_ids: Int[Array, "B T"],
         attention: str = "block_causal",
         block_size: int | None = None,
+        *,
+        rounding: Rounding | None = None,
+        prompt_len: int | Int[Array, " B"] = 0,
     ) -> Float[Array, "B T V"]:
         """Raw logits of whole sequences, without a cache.
 
@@ -146,10 +150,13 @@ class Model(struct.PyTreeNode):
         Args:
             attention: "full", "causal" or "block_causal" (blocks on the absolute grid).
             block_size: Tokens of a block; None takes the family's. Only block_causal reads it.
+            rounding: `LLM.rounding`: the bits of an engine with `batch_invariant`, whose blocks are
+                then those of "block_causal" (docs/same_tokens.md). They have gradients.
+            prompt_len: Only with `rounding`: tokens of each text's prompt.
 
         Raises:
-            ValueError: For an unknown attention, a block_size below 1, or a length that is no
-                multiple of the `routing_block`.
+            ValueError: For an unknown attention, a block_size below 1, a length that is no
+                multiple of the `routing_block`, or a network that has no such bits.
         """
         size = self.defaults.block_size if block_size is None else block_size
         if size < 1:
@@ -167,6 +174,14 @@ class Model(struct.PyTreeNode):
                 f"{attention=}: {self.defaults.family} decodes a canvas behind a cached text; only "
                 'its encoder has logits of whole texts: use attention="causal"'
             )
+        if rounding is not None:
+            if attention != "block_causal" or block_size not in (None, rounding.block_size):
+                raise ValueError(
+                    f"{attention=}, {block_size=}: with rounding= the blocks are the engine's, of "
+                    f"{rounding.block_size} tokens; leave both out"
+                )
+            rows = one_rounding.hidden_rows(self, ids, rounding, prompt_len)
+            return one_rounding.read_logits(self, rows)
         visible = reference.visibility(attention, ids.shape[1], size)
         mask = jnp.broadcast_to(visible, (ids.shape[0], *visible.shape))
 

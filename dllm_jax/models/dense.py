@@ -46,6 +46,8 @@ _SIZES = {
 
 # Every operation in plain XLA: for training, and as the reference.
 PLAIN = LayerOps.by("xla")
+# Back ends whose rounding of a row does not follow the number of rows, and never another.
+ONE_ROUNDING = LayerOps.by("mosaic", one_rounding=True)
 
 INIT_STD = 0.02  # Qwen3's initializer_range
 

@@ -45,7 +45,20 @@ def dense_logits(
     arch: Architecture = DENSE,
 ) -> Float[Array, "B T V"]:
     """Raw logits of every row (row i belongs to input i) under any visibility, without a cache."""
-    positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
+    return arch.unembed(params, cfg, dense_rows(params, cfg, token_ids, visible, arch))
+
+
+def dense_rows(
+    params: Any,
+    cfg: Any,
+    token_ids: Int[Array, "B T"],
+    visible: Bool[Array, "B T T"],
+    arch: Architecture = DENSE,
+    positions: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T D"]:
+    """The rows before the head; `positions` None: the text begins at 0."""
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         view = View() if arch.layer_view is None else arch.layer_view(cfg, layer)
@@ -55,8 +68,7 @@ def dense_logits(
             seen = seen & (apart < view.window)
         return attention(q, k, v, seen, view.scale)
 
-    hidden, _ = arch.trunk(params, cfg, arch.embed(params, cfg, token_ids), positions, attend)
-    return arch.unembed(params, cfg, hidden)
+    return arch.trunk(params, cfg, arch.embed(params, cfg, token_ids), positions, attend)[0]
 
 
 def visibility(kind: str, length: int, block_size: int) -> Bool[Array, "T T"]:
@@ -69,3 +81,12 @@ def visibility(kind: str, length: int, block_size: int) -> Bool[Array, "T T"]:
     if kind == "block_causal":
         return column // block_size <= row // block_size
     raise ValueError(f'attention={kind!r} is not one of "full", "block_causal", "causal"')
+
+
+def noisy_visibility(length: int, block_size: int) -> Bool[Array, "U U"]:
+    """Of [noisy; clean] rows, U = 2 T: a noisy block sees the clean ones before it, and itself."""
+    block = jnp.arange(length) // block_size
+    q, k = block[:, None], block[None]
+    noisy = jnp.concatenate([q == k, k < q], axis=1)
+    clean = jnp.concatenate([jnp.zeros_like(q == k), k <= q], axis=1)
+    return jnp.concatenate([noisy, clean], axis=0)

@@ -9,17 +9,13 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax.engine import checks
 from dllm_jax.engine.layout import PAGE_SIZE, TILE_OF_KEYS, EngineConfig, EngineLayout
 from dllm_jax.engine.record import Align
-from dllm_jax.kernels import hopper
 from dllm_jax.loading.model import Model
-from dllm_jax.models.dense import DenseConfig
-from dllm_jax.models.quantization import is_quantized
+from dllm_jax.scoring.one_rounding import network_rules
 from dllm_jax.strategies.core import driver
 from dllm_jax.strategies.core.knobs import knob_rules, split_knobs
 from dllm_jax.strategies.core.needs import PromptMode
@@ -250,15 +246,8 @@ def _check_invariant(
     """Refuse what `batch_invariant` cannot promise; kernels refuse sizes when they are compiled."""
     W = strategy.block_size * strategy.buffer_size
     rules = (
-        (not is_on_cpu(model) and not hopper.unsupported(), "an NVIDIA Hopper GPU"),
-        (model.split is None, "one device"),
-        (model.params["embed"].dtype == jnp.bfloat16, 'weights in bfloat16 (dtype="bfloat16")'),
-        (type(model.config) is DenseConfig, "a dense network"),
-        (
-            not any(map(is_quantized, jax.tree.leaves(model.params, is_leaf=is_quantized)))
-            and model.kv_scales is None,
-            "weights and a cache that are not quantised",
-        ),
+        *network_rules(model),
+        (not is_on_cpu(model), "weights in the memory of that GPU"),
         (not aux or strategy.holds_constraints, 'acceptance="match"'),
         (
             strategy.needs.token_a_step or W % 16 == 0,

@@ -18,6 +18,7 @@ from dllm_jax.kernels.kv_write import fp8
 from dllm_jax.kernels.layer import LayerOps
 from dllm_jax.kernels.paged_attention import TILE, WindowMask, paged_attention, whole_tile
 from dllm_jax.loading.model import Model
+from dllm_jax.models.dense import ONE_ROUNDING
 from dllm_jax.models.head import Unembed
 from dllm_jax.models.sharding import first_of, total
 from dllm_jax.runner.cells import Cells, first_cells
@@ -38,8 +39,6 @@ from dllm_jax.strategies.core.protocol import (
 )
 from dllm_jax.strategies.core.state import DecodeState, Sampling
 
-# Back ends whose rounding of a row does not follow the number of rows, and never another.
-ONE_ROUNDING = LayerOps.by("mosaic", one_rounding=True)
 MOST_GATHERED = 256 << 20  # bytes of logits; a step gathers none but for rejection sampling
 
 
@@ -247,7 +246,9 @@ class ModelForward:
     ) -> Float[Array, "R F"]:
         """Of rows, each with a token: `ForwardOutput.log_probs`."""
         reader = Reader(
-            lambda rows: self.whole(self.unembed(rows)), self.reader(ask.allow).forbidden
+            lambda rows: self.whole(self.unembed(rows)),
+            self.reader(ask.allow).forbidden,
+            one_rounding=self.one_rounding,
         )
         return read_log_probs(reader, hidden, tokens, ask, num_top)
 

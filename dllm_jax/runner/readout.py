@@ -21,10 +21,9 @@ from dllm_jax.runner.cells import Cells
 from dllm_jax.runner.chunks import FEW_ROWS, ROWS_DRAWN, by_row, in_chunks
 from dllm_jax.runner.expectation import read_expected
 from dllm_jax.runner.reader import Reader
+from dllm_jax.scoring.one_rounding import ROWS_READ
 from dllm_jax.strategies.core.draw import drawn_law, settled, token_stats
 from dllm_jax.strategies.core.protocol import Readout, TokenStats
-
-LEAST_ROWS = 16  # of a slot read at once with one rounding: its windows differ in width
 
 
 def of_rows(ask: Readout, cells: Cells) -> Readout:
@@ -80,6 +79,8 @@ def read_log_probs(
 
     away, scale = (None, 0.0) if ask.guide is None else ask.guide
     rows = hidden, jnp.maximum(tokens, 0), each, ask.penalty, away
+    if reader.one_rounding:
+        return _in_whole_chunks(one, rows, ROWS_READ)
     return in_chunks(one, rows, FEW_ROWS)  # of two laws at once
 
 
@@ -142,7 +143,7 @@ def read_stats(reader: Reader, hidden: Float[Array, "R D"], ask: Readout) -> Tok
         whole = FEW_ROWS * (1 if shard is None else jax.lax.axis_size(shard.axis))
         rows = hidden, each, away
         if reader.one_rounding:
-            return _slot_by_slot(one, rows, of_slot)
+            return _in_whole_chunks(one, rows, -(-of_slot // ROWS_READ) * ROWS_READ)
         return in_chunks(one, rows, whole=whole)
 
     # The kernels read the whole vocabulary out: no allowed ids, no vocabulary over several devices.
@@ -191,17 +192,11 @@ def read_stats(reader: Reader, hidden: Float[Array, "R D"], ask: Readout) -> Tok
     return jax.lax.cond(jnp.all(plain), all_plain, some_drawn)
 
 
-def _slot_by_slot(fn: Callable[[Any], Any], rows: Any, of_slot: int) -> Any:
-    """`fn` over the rows of one slot at a time; of fewer than 16 rows the last is repeated."""
-    size = -(-of_slot // LEAST_ROWS) * LEAST_ROWS
-    if size == of_slot:
+def _in_whole_chunks(fn: Callable[[Any], Any], rows: Any, size: int) -> Any:
+    """`fn` over exactly `size` rows at a time, which decide its rounding; the last is repeated."""
+    total = jax.tree.leaves(rows)[0].shape[0]
+    if total % size == 0:
         return in_chunks(fn, rows, size, size)
-    slots = jax.tree.leaves(rows)[0].shape[0] // of_slot
-    at = np.arange(slots)[:, None] * of_slot + np.minimum(np.arange(size), of_slot - 1)
-    found = in_chunks(fn, jax.tree.map(lambda leaf: leaf[at.reshape(-1)], rows), size, size)
-
-    def kept(leaf: Array) -> Array:
-        own = leaf.reshape(slots, size, *leaf.shape[1:])[:, :of_slot]
-        return own.reshape(slots * of_slot, *leaf.shape[1:])
-
-    return jax.tree.map(kept, found)
+    at = np.minimum(np.arange(-(-total // size) * size), total - 1)
+    found = in_chunks(fn, jax.tree.map(lambda leaf: leaf[at], rows), size, size)
+    return jax.tree.map(lambda leaf: leaf[:total], found)

@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from dllm_jax.loading.model import Model
 from dllm_jax.models import reference
-from dllm_jax.models.view import View
+from dllm_jax.scoring import one_rounding
+from dllm_jax.scoring.one_rounding import Rounding
 
 _LEAST = 1e-3  # chance that a cell is hidden, of which the loss is divided
 
@@ -23,6 +24,7 @@ def block_loss(
     key: PRNGKeyArray,
     *,
     block_size: int | None = None,
+    rounding: Rounding | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """Block diffusion: a noisy block sees the clean text before it, and itself.
 
@@ -30,31 +32,36 @@ def block_loss(
 
     Args:
         block_size: None: the model's.
+        rounding: `LLM.rounding`: rows and logits have the bits of that engine where it writes a
+            block at a time, in its blocks; the cells before the first learnt one are the prompt.
 
     Returns:
         The loss, and `accuracy` of the hidden cells.
 
     Raises:
-        ValueError: The model has no mask.
+        ValueError: The model has no mask, or no rows with such bits.
 
     Source: Block diffusion (arXiv 2503.09573), section 3; SDAR (arXiv 2510.06303).
     """
     _require_mask(model)
     B, T = tokens.shape
     size = model.defaults.block_size if block_size is None else block_size
+    size = size if rounding is None else rounding.block_size
     block = jnp.broadcast_to(jnp.arange(T) // size, (B, T))
     hidden, weight = _hide(key, learnt, block, -(-T // size))
-    q, k = block[:, :, None], block[:, None]
-    noisy = jnp.concatenate([q == k, k < q], axis=-1)
-    clean = jnp.concatenate([jnp.zeros_like(q == k), k <= q], axis=-1)
-    ids = jnp.concatenate([jnp.where(hidden, model.config.mask_token_id, tokens), tokens], axis=1)
-    positions = jnp.broadcast_to(jnp.arange(2 * T) % T, (B, 2 * T))
-    rows = _rows(model, ids, positions, jnp.concatenate([noisy, clean], axis=1))
+    noisy = jnp.where(hidden, model.config.mask_token_id, tokens)
+    if rounding is None:
+        ids = jnp.concatenate([noisy, tokens], axis=1)
+        positions = jnp.broadcast_to(jnp.arange(2 * T) % T, (B, 2 * T))
+        rows = _rows(model, ids, positions, reference.noisy_visibility(T, size))
+    else:
+        prompt_len = jnp.argmax(learnt, axis=1)
+        rows = one_rounding.hidden_rows(model, tokens, rounding, prompt_len, noisy)
     cell = jnp.arange(T)
     if model.config.shift:  # a block's first cell is predicted by the clean row before it
         before = jnp.maximum(cell - 1, 0)
         cell = jnp.where(cell % size == 0, T + before, before)
-    return _loss(model, rows[:, cell], tokens, hidden, weight, learnt)
+    return _loss(model, rows[:, cell], tokens, hidden, weight, learnt, rounding is not None)
 
 
 def full_loss(
@@ -72,7 +79,7 @@ def full_loss(
     hidden, weight = _hide(key, learnt, one, 1)
     ids = jnp.where(hidden, model.config.mask_token_id, tokens)
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-    rows = _rows(model, ids, positions, jnp.ones((B, T, T), bool))
+    rows = _rows(model, ids, positions, jnp.ones((T, T), bool))
     if model.config.shift:
         rows = jnp.concatenate([rows[:, :1], rows[:, :-1]], axis=1)
     return _loss(model, rows, tokens, hidden, weight, learnt)
@@ -99,16 +106,11 @@ def _rows(
     model: Model,
     ids: Int[Array, "B T"],
     positions: Int[Array, "B T"],
-    visible: Bool[Array, "B T T"],
+    visible: Bool[Array, "T T"],
 ) -> Float[Array, "B T D"]:
     """Hidden rows before the head."""
-    params, cfg, arch = model.params, model.config, model.arch
-
-    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        view = View() if arch.layer_view is None else arch.layer_view(cfg, layer)
-        return reference.attention(q, k, v, visible, view.scale)
-
-    return arch.trunk(params, cfg, arch.embed(params, cfg, ids), positions, attend)[0]
+    visible = jnp.broadcast_to(visible, (len(ids), *visible.shape))
+    return reference.dense_rows(model.params, model.config, ids, visible, model.arch, positions)
 
 
 def _loss(
@@ -118,13 +120,17 @@ def _loss(
     hidden: Bool[Array, "B T"],
     weight: Float[Array, "B T"],
     learnt: Bool[Array, "B T"],
+    is_as_written: bool = False,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """Weighted cross entropy of hidden cells for each cell that is learnt; a text at a time."""
 
     @jax.checkpoint
     def of_text(text: tuple[Array, Array]) -> tuple[Array, Array]:
         rows, tokens = text
-        logits = model.arch.unembed(model.params, model.config, rows[None])[0]
+        if is_as_written:
+            logits = one_rounding.read_logits(model, rows)
+        else:
+            logits = model.arch.unembed(model.params, model.config, rows[None])[0]
         never = model.forbidden(jnp.arange(logits.shape[-1], dtype=jnp.int32))
         logits = jnp.where(never[None], -jnp.inf, logits)
         own = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]

@@ -182,17 +182,18 @@ def test_a_few_rows_are_multiplied_among_whole_tiles(monkeypatch):
     assert float(jnp.sum(out, dtype=jnp.float32)) == 3 * 256 * 4 * 4 * 64
 
 
-def test_rows_of_a_slot_are_read_in_sixteens():
+def test_rows_are_read_in_whole_chunks():
     seen = []
 
     def shown(rows):
         seen.append(len(rows["x"]))
         return {"x": rows["x"] * 2, "none": rows["none"]}
 
-    for of_slot, size in ((1, 16), (16, 16), (17, 32)):
-        x = jnp.arange(3.0 * of_slot)
-        out = readout._slot_by_slot(shown, {"x": x, "none": jnp.zeros((len(x), 0))}, of_slot)
-        assert seen.pop() == size
+    for count, size in ((3, 16), (48, 16), (51, 32)):
+        x = jnp.arange(float(count))
+        out = readout._in_whole_chunks(shown, {"x": x, "none": jnp.zeros((count, 0))}, size)
+        assert {*seen} == {size}
+        seen.clear()
         np.testing.assert_array_equal(out["x"], 2 * x)
         assert out["none"].shape == (len(x), 0)
 
@@ -291,7 +292,7 @@ def test_what_cannot_keep_it_is_refused_in_one_line(monkeypatch):
 
     if hopper.unsupported():
         assert "an NVIDIA Hopper GPU" in refused()
-    monkeypatch.setattr(buckets.hopper, "unsupported", lambda: None)
+    monkeypatch.setattr(hopper, "unsupported", lambda: None)
     monkeypatch.setattr(buckets, "is_on_cpu", lambda model: False)
     assert refused().endswith('weights in bfloat16 (dtype="bfloat16"); change that or leave it out')
     assert "a dense network" in refused(models.experts())
