@@ -249,3 +249,19 @@ def on_hopper(monkeypatch):
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda *_: [Device()])
+
+
+@pytest.fixture
+def compilations():
+    """Names of what is compiled, or read from the compilation cache, from now on."""
+    import jax.monitoring
+
+    names = []
+
+    def listen(event: str, duration: float, **facts: str | int) -> None:
+        if event.endswith("/backend_compile_duration"):
+            names.append(facts.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)

@@ -93,18 +93,23 @@ def compile_grammars(runner: ModelRunner, sizes: grammars.Sizes) -> Future:
         A future that ends with the last program, or with the error of the first that fails.
     """
     worker, work = Worker("dllm-compile"), programs_with_grammars(runner.layout, sizes)
-    done = worker.submit(runner.memory, _compile_each, weakref.ref(runner), work)
+    done = worker.submit(runner.memory, _compile_each, weakref.ref(runner), work, sizes)
     worker.end()
     return done
 
 
-def _compile_each(to_runner: "weakref.ref[ModelRunner]", work: Sequence[Work]) -> None:
-    for item in work:
+def _compile_each(
+    to_runner: "weakref.ref[ModelRunner]", work: Sequence[Work], sizes: grammars.Sizes
+) -> None:
+    for item in [*work, None]:
         with _one_at_a_time:
             runner = to_runner()
             if runner is None or not runner.is_open or is_ending():
                 return
-            runner.device.compile_program(item.call(runner))
+            if item is None:
+                runner.device.compile_bind(sizes)
+            else:
+                runner.device.compile_program(item.call(runner))
             del runner
 
 

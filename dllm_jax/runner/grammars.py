@@ -287,12 +287,12 @@ def num_bytes(given: Ready) -> int:
 
 
 def empty(num_slots: int, of: Sizes, num_ids: int, kernels: Any = None) -> Constraint:
-    """No slot has a grammar; `kernels` as of `Grammar`."""
-    leaves = {
-        name: jnp.zeros((num_slots, *shape), dtype)
+    """No slot has a grammar; `kernels` as of `Grammar`. On the host: nothing is compiled."""
+    leaves: dict[str, Any] = {
+        name: np.zeros((num_slots, *shape), dtype)
         for name, (shape, dtype) in _shapes(of, num_ids).items()
     }
-    nothing = jnp.zeros((num_slots,), jnp.int32)
+    nothing: Any = np.zeros((num_slots,), np.int32)
     grammar = Grammar(**leaves, num_labels=of.labels, kernels=kernels)
     return Constraint(grammar, nothing, nothing > 0)
 
@@ -304,19 +304,19 @@ def bucket_of(given: Ready, now: Sizes | None) -> Sizes:
 
 
 def grown(now: Constraint, to: Sizes) -> Constraint:
-    """The grammars of all slots, filled up to a larger bucket."""
+    """The grammars of all slots, filled up to a larger bucket; on the host, as `empty`."""
+    if now.grammar.num_labels == to.labels and now.grammar.delta.shape[1] == to.states:
+        return now
     wanted = {
         name: shape for name, (shape, _) in _shapes(to, now.grammar.class_of.shape[1]).items()
     }
 
-    def fill(name: str) -> jax.Array:
-        leaf = getattr(now.grammar, name)
+    def fill(name: str) -> np.ndarray:
+        leaf = np.asarray(getattr(now.grammar, name))
         pads = zip(leaf.shape[1:], wanted[name], strict=True)
-        return jnp.pad(leaf, ((0, 0), *((0, new - old) for old, new in pads)))
+        return np.pad(leaf, ((0, 0), *((0, new - old) for old, new in pads)))
 
-    if now.grammar.num_labels == to.labels and now.grammar.delta.shape[1] == to.states:
-        return now
-    leaves = {name: fill(name) for name in wanted}
+    leaves: dict[str, Any] = {name: fill(name) for name in wanted}
     grammar = now.grammar.replace(**leaves, num_labels=to.labels)
     return now.replace(grammar=grammar)
 

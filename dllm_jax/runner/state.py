@@ -59,6 +59,7 @@ class DeviceState:
         self._make = programs.make_state(self.home)
         self._lost: BaseException | None = None  # the failure that took the state, until `reset`
         self._grammars: Constraint | None = None  # None until a slot has one
+        self._binds: dict[grammars.Sizes, jax.stages.Compiled] = {}
 
     # --- in any thread ------------------------------------------------------------------------
 
@@ -104,6 +105,13 @@ class DeviceState:
         """Compile a call's program."""
         self.compiled[call.name] = self.lower(call).compile(call.options)
         return self.compiled[call.name]
+
+    def compile_bind(self, sizes: grammars.Sizes) -> None:
+        """Compile the program of `bind`."""
+        now = self.shapes(num_pages=1, sizes=sizes).constraint
+        row = grammars.blank(sizes, self._programs.spec.vocab_size)
+        own = jax.tree.unflatten(jax.tree.structure(now.grammar), jax.tree.leaves(row))
+        self._binds[sizes] = grammars.bind.lower(now, np.int32(0), own, np.int32(0)).compile()
 
     def compile_reset(self) -> None:
         """Compile the program of `reset`."""
@@ -201,15 +209,14 @@ class DeviceState:
     def bind(self, slot: int, sizes: grammars.Sizes, row: Sequence[np.ndarray], at: int) -> None:
         """Give a slot a grammar of these sizes, in this state of its automaton."""
         now = self._grammars
-        if now is None:
-            now = self._blank_grammars(sizes)
-            if self.home is not None:
-                now = jax.device_put(now, self.home)
-        now = grammars.grown(now, sizes)
+        now = self._blank_grammars(sizes) if now is None else grammars.grown(now, sizes)
+        if self.home is not None:
+            now = jax.device_put(now, self.home)
         if self._split is not None:
             now = self._split.everywhere(now)
         own = jax.tree.unflatten(jax.tree.structure(now.grammar), row)
-        self._grammars = grammars.bind(now, np.int32(slot), own, np.int32(at))
+        bind = self._binds.get(sizes, grammars.bind)
+        self._grammars = bind(now, np.int32(slot), own, np.int32(at))
 
     def move(self, slot: int, at: int) -> None:
         """Set the state of a slot's automaton."""

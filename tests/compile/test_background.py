@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 
+import jax
 import numpy as np
 import pytest
 
@@ -144,6 +145,24 @@ def test_programs_of_two_sizes_are_compiled_in_turn(warm, go, monkeypatch):
     futures = warm._preparing.values()
     assert [future.exception(LONG_S) for future in futures] == [None] * len(futures)
     assert max(most) == 1
+
+
+def test_larger_grammars_compile_nothing_while_requests_wait(warm, compilations):
+    """Their place is made on the host, and the thread compiled what puts them there."""
+    device, row = warm.device, []
+    for sizes in grammars.BUCKETS[1:]:
+        device.compile_bind(sizes)
+        row.append(jax.tree.leaves(grammars.blank(sizes, VOCAB)))
+    compilations.clear()
+    try:
+        for sizes, leaves in zip(grammars.BUCKETS[1:], row, strict=True):
+            warm.submit(device.bind, 0, sizes, leaves, 0).result(LONG_S)
+        warm.reset()
+        warm.submit(device.bind, 1, sizes, leaves, 2).result(LONG_S)
+        assert not compilations
+        assert [*np.asarray(device._grammars.at)][:2] == [0, 2]
+    finally:
+        warm.reset()
 
 
 @pytest.mark.parametrize("end", ["closed", "dropped"])

@@ -9,7 +9,6 @@ import types
 from pathlib import Path
 
 import jax
-import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -69,20 +68,6 @@ def tokens(on: ModelRunner) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def compiled():
-    """Names of what XLA was asked for since the list was last cleared."""
-    events: list[str] = []
-
-    def listen(event, duration, **more):
-        if event == "/jax/core/compile/backend_compile_duration":
-            events.append(str(more.get("fun_name", event)))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield events
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
-@pytest.fixture(scope="module")
 def warm() -> ModelRunner:
     """A device after warm-up and timing."""
     made = device(allocate=True)
@@ -94,29 +79,29 @@ def warm() -> ModelRunner:
 
 
 @pytest.mark.slow
-def test_programs_are_compiled_without_a_state_and_not_again(compiled, monkeypatch):
+def test_programs_are_compiled_without_a_state_and_not_again(compilations, monkeypatch):
     made = device(max_model_len=52, slot_buckets=(3,))  # sizes no other test has
     work = warmup.every_program(made.layout, made.num_words)
-    compiled.clear()
+    compilations.clear()
     reported = []
     warmup.compile_ahead(made, work, lambda *progress: reported.append(progress))
     assert made.state is None, "memory is taken once everything is compiled"
-    assert len(compiled) == len(work) == len({one.name for one in work})
+    assert len(compilations) == len(work) == len({one.name for one in work})
     names, done, total = zip(*reported, strict=True)
     assert {*names} == {one.name for one in work}
     assert (*done, total[0]) == (*range(1, len(work) + 1), len(work))
     seen, take = [], made.device.reset
-    monkeypatch.setattr(made.device, "reset", lambda: (seen.extend(compiled), take()))
-    compiled.clear()
+    monkeypatch.setattr(made.device, "reset", lambda: (seen.extend(compilations), take()))
+    compilations.clear()
     warmup.warm_up(made)
-    (name,) = compiled
+    (name,) = compilations
     assert "new_state" in name
     assert seen == [name], "and it is compiled before its memory is taken"
-    compiled.clear()
+    compilations.clear()
     tokens(made)
-    assert not compiled
+    assert not compilations
     jax.jit(lambda x: x * jnp.float32(3.5))(jnp.zeros((11,)))
-    assert compiled, "the listener hears"
+    assert compilations, "the listener hears"
 
 
 def _exported_embed(params, cfg, ids):
@@ -128,7 +113,7 @@ def _exported_embed(params, cfg, ids):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["weights", "kernels"])
-def test_what_is_committed_to_a_device_compiles_nothing_twice(compiled, what):
+def test_what_is_committed_to_a_device_compiles_nothing_twice(compilations, what):
     """Weights that went through `jax.device_put`, or results of exported kernels."""
     model = models.plain(shift=True)  # its prefill leaves a row, which `begin` takes
     if what == "weights":
@@ -140,17 +125,17 @@ def test_what_is_committed_to_a_device_compiles_nothing_twice(compiled, what):
     sizes = dataclasses.replace(SMALL, max_model_len=longest, slot_buckets=(3,))
     made = buckets.make_layout(model, STRATEGY, {}, sizes)
     made = ModelRunner(model, split_knobs(STRATEGY)[0], {}, made, allocate=False)
-    compiled.clear()
+    compilations.clear()
     warmup.warm_up(made)
-    assert "jit(begin)" in compiled
-    assert len(set(compiled)) == len(compiled), compiled
-    compiled.clear()
+    assert "jit(begin)" in compilations
+    assert len(set(compilations)) == len(compilations), compilations
+    compilations.clear()
     tokens(made)
     made.begin(
         0, made.prefill(0, (1,) * 8, 0, 8, 8, True, np.full((8,), -1, np.int32), 8, "blocks")
     )
     made.wait()
-    assert not compiled
+    assert not compilations
 
 
 def programs(count):

@@ -13,7 +13,6 @@ import sys
 import types
 
 import jax
-import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -244,32 +243,18 @@ def test_random_weights_are_random(small_published):
     jax.tree.map(np.testing.assert_array_equal, again, params)
 
 
-@pytest.fixture
-def compiled():
-    """Names of the programs that are compiled, or read from the folder of them."""
-    names = []
-
-    def listen(event, duration, **facts):
-        if event.endswith("/backend_compile_duration"):
-            names.append(facts.get("fun_name"))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield names
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 @pytest.mark.versions
-def test_random_weights_take_a_program_a_drawn_shape_and_no_other(compiled, small_published):
+def test_random_weights_take_a_program_a_drawn_shape_and_no_other(compilations, small_published):
     _draw.clear_cache()
     params = load(small_published).params
     shapes = {leaf.shape for leaf in jax.tree.leaves(params) if leaf.ndim > 1}
-    assert len(compiled) == len(shapes)
-    assert all("_draw" in name for name in compiled)
+    assert len(compilations) == len(shapes)
+    assert all("_draw" in name for name in compilations)
 
 
 @pytest.mark.versions
 def test_read_weights_take_no_program_and_a_cpu_none_of_the_memory_they_were_read_into(
-    compiled, monkeypatch, folder
+    compilations, monkeypatch, folder
 ):
     given, read = [], checkpoints.load_params
 
@@ -286,7 +271,7 @@ def test_read_weights_take_no_program_and_a_cpu_none_of_the_memory_they_were_rea
 
     monkeypatch.setattr(checkpoints, "load_params", load_params)
     leaves = jax.tree.leaves(load(folder).params)
-    assert compiled == []
+    assert compilations == []
     for leaf, was_given in zip(leaves, given, strict=True):
         kept = was_given.copy()
         was_given[...] = 7

@@ -598,22 +598,3 @@ def test_nothing_compiles_after_warm_up(name, compilations):
     assert engine.stats().num_late_compiles == 0
     jax.jit(lambda x: x + jnp.float32(1.25))(jnp.zeros((7,)))
     assert compilations, "the listener hears"
-
-
-@pytest.fixture(scope="module")
-def heard():
-    events = []
-
-    def listen(event, duration, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            events.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    return events
-
-
-@pytest.fixture
-def compilations(heard):
-    """What was compiled, or read from the compilation cache, since the test began."""
-    heard.clear()
-    return heard

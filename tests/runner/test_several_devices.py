@@ -290,22 +290,17 @@ def with_kernels(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "parts", "by_kernel"), [("plain", 2, False), ("experts", 4, True)]
 )
-def test_an_engine_over_devices_gives_the_texts_of_one(kind, parts, by_kernel, monkeypatch):
+def test_an_engine_over_devices_gives_the_texts_of_one(
+    kind, parts, by_kernel, monkeypatch, compilations
+):
     one = dj.LLM(KINDS[kind](), config=CONFIG)
     sums = with_kernels(monkeypatch) if by_kernel else []
     many = dj.LLM(KINDS[kind](), config=CONFIG, tensor_parallel_size=parts)
-    compiles = []
-
-    def note(event: str, duration_secs: float, **_: str | int) -> None:
-        compiles.extend([event] if "backend_compile" in event else [])
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
-        found = texts(many)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
+    compilations.clear()
+    found = texts(many)
+    compiled = [*compilations]
     assert bool(sums) == by_kernel
-    assert compiles == [], "a program was compiled after warm-up"
+    assert compiled == [], "a program was compiled after warm-up"
     assert found == texts(one)
     stats = many.engine.stats()
     assert stats.num_preemptions

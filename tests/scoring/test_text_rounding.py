@@ -111,7 +111,7 @@ def test_what_has_no_such_bits_is_refused(monkeypatch):
     if hopper.unsupported():
         refused("rounding= needs an NVIDIA Hopper GPU; ")
     monkeypatch.setattr(hopper, "unsupported", lambda: None)
-    refused('rounding= needs weights in bfloat16 ')
+    refused("rounding= needs weights in bfloat16 ")
     refused("with rounding= the blocks are the engine's, of 4 tokens", attention="causal")
     refused("with rounding= the blocks are the engine's, of 4 tokens", block_size=8)
     monkeypatch.setattr(one_rounding, "network_rules", lambda model: ())
