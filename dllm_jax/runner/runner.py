@@ -279,6 +279,7 @@ class ModelRunner(Dispatch):
         """
         row = jax.tree.leaves(grammars.blank(sizes, self.programs.spec.vocab_size))
         self.submit(self.device.bind, 0, sizes, row, 0)
+        self.submit(self.device.move, 0, 0)  # as `restore` does
         self._bucket = sizes
         self._preparing[sizes] = done = Future()
         done.set_result(None)
