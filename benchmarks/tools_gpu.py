@@ -267,6 +267,9 @@ def cold(model: Any, args: argparse.Namespace, say: Any) -> None:
             "the same tools again": with_tools(1),
             "24 other tools": with_tools(2),
         }
+        if size == SIZES:  # else the stream is over first
+            long = {"constraint": {"regex": "[a-z]{300}"}, "temperature": 1.0, "seed": 3}
+            requests["300 letters, whose programs a thread compiles"] = long
         for name, params in requests.items():
             first, whole, gaps = beside(front, prompt, params, size)
             if first is not None:
