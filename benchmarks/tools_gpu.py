@@ -12,6 +12,7 @@ A model without a tokenizer gets random words, with bytes, JSON's marks and the 
 
 import argparse
 import dataclasses
+import gc
 import itertools
 import json
 import random
@@ -256,6 +257,8 @@ def cold(model: Any, args: argparse.Namespace, say: Any) -> None:
     llm = dj.LLM(model, strategy, config=config, progress=False, warm_up_constraints=True)
     before, _ = sys.getswitchinterval(), sys.setswitchinterval(SWITCH_S)
     front, prompt = Front(served(llm)), [5] * (size.context // 2)
+    gc.collect()
+    gc.freeze()  # as the process does
     try:
         number = front.add(prompt, max_tokens=64, ignore_eos=True)
         while not any(delta.id == number and delta.finish for _, delta in front.deltas()):
@@ -288,6 +291,7 @@ def cold(model: Any, args: argparse.Namespace, say: Any) -> None:
     finally:
         front.close()
         llm.close()
+        gc.unfreeze()
         sys.setswitchinterval(before)
 
 

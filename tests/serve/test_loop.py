@@ -7,6 +7,7 @@ device; the test is the front.
 import contextlib
 import dataclasses
 import functools
+import gc
 import random
 import socket
 import struct
@@ -20,7 +21,7 @@ import pytest
 from dllm_jax.engine.checks import Refused
 from dllm_jax.engine.faults import Faults
 from dllm_jax.serve import framing, pipe
-from dllm_jax.serve.child import loop, prompts
+from dllm_jax.serve.child import loop, process, prompts
 from dllm_jax.serve.child.outbox import Outbox
 from dllm_jax.serve.child.side_work import MOST_EACH, Busy, SideWork, Work
 from dllm_jax.structured.worker import WorkerFault
@@ -282,6 +283,27 @@ class Gate:
         if key < 0:
             raise Refused("it cannot be made", "constraint")
         self.kept.add(key)
+
+
+def test_collections_leave_out_what_the_start_made(monkeypatch):
+    """Those that a traced program causes would hold a step back for a second."""
+    ours, theirs = socket.socketpair()
+    frozen = []
+
+    def made(_, sock, *others):
+        return SimpleNamespace(run=lambda: (frozen.append(gc.get_freeze_count()), sock.close()))
+
+    monkeypatch.setattr(process, "Loop", made)
+    monkeypatch.setattr(process, "_die_with", lambda parent: None)
+    monkeypatch.setattr(process.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(process.sys, "setswitchinterval", lambda _: None)
+    with contextlib.closing(ours):
+        ours.sendall(framing.frame(pipe.Launch("tests.serve.scripted:make", {})))
+        try:
+            assert process.main(theirs.detach(), 0) == 0
+        finally:
+            gc.unfreeze()
+    assert frozen[0] > 10_000
 
 
 @pytest.fixture

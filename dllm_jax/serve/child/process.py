@@ -1,6 +1,7 @@
 """The engine process: it makes an engine and runs a loop over it until the front has gone."""
 
 import ctypes
+import gc
 import importlib
 import os
 import signal
@@ -83,6 +84,10 @@ def main(fd: int, parent: int) -> int:
         factory: Factory = getattr(importlib.import_module(module), name)
         served = factory(launch.settings, Start(outbox))
         loop = Loop(served, sock, outbox, faults)
+        # A thread that traces a program causes collections. With all objects of the start they
+        # hold a step back for 0.5 to 1 s.
+        gc.collect()
+        gc.freeze()
         outbox.send(pipe.Ready(served.facts))
         loop.run()
     except BaseException as error:
