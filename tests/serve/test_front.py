@@ -38,6 +38,7 @@ from dllm_jax.serve.stream import ClientGone, EventStream
 from tests.serve.scripted import HANGS
 
 _NAME = re.compile(r"dllm_[a-z0-9_]+(?=[{])")
+CONFIG = Config(model="m", launch=pipe.Launch("a:b", {}), version="0")
 FACTS = Facts("m", "sdar", "multi_bd", 4, 8, {}, 64, 10, -1, 2, "float32", "0")
 USAGE = Usage(3, 0, 2, 1, 0, 8, 0.01, 0.02, 0.05)
 
@@ -92,8 +93,7 @@ def test_a_mailbox_tells_of_the_engines_end():
 
 def test_item_3_clients_read_no_text_of_an_exception():
     async def run():
-        config = Config(model="m", launch=pipe.Launch("a:b", {}), version="0")
-        service = Service(config, Log("none"))
+        service = Service(CONFIG, Log("none"))
         box = Mailbox(1, 1, 1)
         service.engine._boxes[1] = box
         service.engine._process = subprocess.Popen(["true"])
@@ -102,8 +102,7 @@ def test_item_3_clients_read_no_text_of_an_exception():
         for path in ("/health", "/"):
             scope = {"type": "http", "method": "GET", "path": path, "headers": headers}
             await application(service)(scope | {"dllm.connection": one}, None, one.send)
-        stream = EventStream(box, Form(True, "m", "f", 3), Metrics("m", "0"), "id")
-        await stream({"dllm.connection": one}, None, one.send)
+        await streamed(box, one)
         assert b'"status":"failed"' in one.sent
         assert service.engine.failure == "KeyError: 'a prompt'"  # for the log
         assert one.sent.count(b"log says why") == 2
@@ -162,7 +161,7 @@ def test_item_5_a_full_disk_drops_lines_and_stops_nothing():
             log.line("request", number=i)
         stderr.drain(60)
         assert log.num_dropped == 5
-    registry = Service(Config(model="m", launch=pipe.Launch("a:b", {}), version="0"), log)
+    registry = Service(CONFIG, log)
     one, scope = Connection(), {"type": "http", "method": "GET", "path": "/metrics"}
     scope |= {"headers": [(b"host", b"localhost")], "dllm.connection": one}
     asyncio.run(application(registry)(scope, None, one.send))
@@ -170,23 +169,20 @@ def test_item_5_a_full_disk_drops_lines_and_stops_nothing():
 
 
 def test_item_3_a_server_for_others_without_a_key_is_warned_of():
-    config = Config(model="m", launch=pipe.Launch("a:b", {}), version="0")
     for address in ("0.0.0.0", "::", "10.0.0.1", "fe80::1%eth0"):
-        assert is_open(config, address)
-        assert not is_open(dataclasses.replace(config, api_keys=("k",)), address)
+        assert is_open(CONFIG, address)
+        assert not is_open(dataclasses.replace(CONFIG, api_keys=("k",)), address)
     for address in ("127.0.0.1", "::1"):
-        assert not is_open(config, address)
+        assert not is_open(CONFIG, address)
 
 
 def test_item_14_no_event_has_a_line_end_of_unicode():
     text = "a\u2028b\u2029c\x85d\ne\u202a"
-    form = Form(True, "m", "f", 3)
     box, one = Mailbox(1, 1, 1), Connection()
 
     async def run():
         one.is_writable = True
-        stream = EventStream(box, form, Metrics("m", "0"), "id")
-        task = asyncio.create_task(stream({"dllm.connection": one}, None, one.send))
+        task = asyncio.create_task(streamed(box, one))
         for part in (text, text):
             await asyncio.sleep(0.01)
             box.put(Delta(1, 0, part, 1))
@@ -231,6 +227,12 @@ class Connection:
             await self.stuck.wait()
 
 
+async def streamed(box, one, is_chat=True):
+    """Send a mailbox's texts to a connection until they end."""
+    stream = EventStream(box, Form(is_chat, "m", "f", 3), Metrics("m", "0"), "id")
+    await stream({"dllm.connection": one}, None, one.send)
+
+
 def test_a_silence_has_comments_and_a_client_that_takes_nothing_is_dropped(monkeypatch):
     monkeypatch.setattr(limits, "KEEP_ALIVE_SECONDS", 0.02)
     monkeypatch.setattr(limits, "CLIENT_SECONDS", 0.05)
@@ -241,8 +243,7 @@ def test_a_silence_has_comments_and_a_client_that_takes_nothing_is_dropped(monke
 
     async def run():
         box, one = Mailbox(1, 1, 1), Connection()
-        stream = EventStream(box, Form(False, "m", "f", 3), Metrics("m", "0"), "id")
-        task = asyncio.create_task(stream({"dllm.connection": one}, None, one.send))
+        task = asyncio.create_task(streamed(box, one, is_chat=False))
         await until(lambda: one.sent == b": keep-alive\n\n" * 2)
         box.put(Delta(1, 0, 'a"b', 1))
         await until(lambda: b"data: " in one.sent)
@@ -262,8 +263,7 @@ def test_a_silence_has_comments_and_a_client_that_takes_nothing_is_dropped(monke
 def test_pieces_are_written_at_once_where_the_client_takes_them():
     async def run():
         box, one = Mailbox(1, 2, 1), Connection()
-        stream = EventStream(box, Form(False, "m", "f", 3), Metrics("m", "0"), "id")
-        task = asyncio.create_task(stream({"dllm.connection": one}, None, one.send))
+        task = asyncio.create_task(streamed(box, one, is_chat=False))
         text = ["", ""]
         for i in range(40):
             if i % 4:  # else two pieces come together
@@ -290,10 +290,10 @@ def test_pieces_are_written_at_once_where_the_client_takes_them():
 @pytest.mark.long
 def test_another_asgi_server_runs_the_application():
     """As Ray Serve does: nothing is known of the connection but `receive` and `send`."""
-    config = Config(model="m", launch=pipe.Launch("tests.serve.scripted:make", {}), version="0")
+    launch = pipe.Launch("tests.serve.scripted:make", {})
 
     async def run():
-        service = Service(config, Log("none"))
+        service = Service(dataclasses.replace(CONFIG, launch=launch), Log("none"))
         service.engine.start()
         while service.engine.state != "ready":
             await asyncio.sleep(0.01)
@@ -362,6 +362,14 @@ def test_what_the_front_does_not_read_is_merged_and_delays_nothing():
     ours.close()
 
 
+def connected(application, transport, limits):
+    """A connection of uvicorn's within our limits."""
+    config = uvicorn.Config(application, ws="none", lifespan="off", log_config=None)
+    one = limited(limits)(config, ServerState(), {})
+    one.connection_made(transport)
+    return one
+
+
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_an_answer_of_known_length_is_one_write(method):
     written = []
@@ -376,8 +384,6 @@ def test_an_answer_of_known_length_is_one_write(method):
         await send({"type": "http.response.body", "body": b"HTTP/1.1 "})
 
     async def run(path):
-        config = uvicorn.Config(application, ws="none", lifespan="off", log_config=None)
-        one = limited(Limits(max_connections=1))(config, ServerState(), {})
         is_closed = []
         transport = SimpleNamespace(
             write=written.append,
@@ -385,7 +391,7 @@ def test_an_answer_of_known_length_is_one_write(method):
             is_closing=lambda: bool(is_closed),
             close=lambda: is_closed.append(True),
         )
-        one.connection_made(transport)
+        one = connected(application, transport, Limits(max_connections=1))
         for _ in range(2):  # the second is answered on the same connection
             written.clear()
             one.data_received(f"{method} {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
@@ -423,9 +429,7 @@ def test_item_3_connections_that_wait_too_long_are_closed():
         await send({"type": "http.response.body", "body": b"no"})
 
     async def run(sent, *later):
-        config = uvicorn.Config(application, ws="none", lifespan="off", log_config=None)
-        one = limited(Limits())(config, ServerState(), {})
-        one.connection_made(transport)
+        one = connected(application, transport, Limits())
         one.data_received(b"POST / HTTP/1.1\r\nhost: localhost\r\n" + sent)
         if b"\r\n\r\n" in sent:
             assert one.waits_since is None  # while it is answered
@@ -449,9 +453,7 @@ def test_item_3_connections_that_wait_too_long_are_closed():
     assert asyncio.run(run(whole, 70, 76)) == [[], ["abort"]]
 
     async def stuck():
-        config = uvicorn.Config(application, ws="none", lifespan="off", log_config=None)
-        one = limited(Limits())(config, ServerState(), {})
-        one.connection_made(transport)
+        one = connected(application, transport, Limits())
         one.waits_since = None
         one.pause_writing()
         for seconds in (59, 61):
