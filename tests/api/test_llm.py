@@ -222,24 +222,6 @@ def test_progress_bar_counts_prompts_on_a_terminal(llm, monkeypatch):
 HOT = {"temperature": 3.0, "max_nfe": 20}
 
 
-@pytest.mark.slow
-def test_keys_are_those_of_the_functional_form(model):
-    llm = fresh(model, seed=np.int64(11))
-    # No seed: the engine's own, folded with the submission number, which goes on.
-    key = jax.random.key(11)
-    want = [one for one, _ in decoded(model, PROMPTS, STRATEGY, **HOT, key=key)]
-    params = SamplingParams(**HOT)
-    assert [tokens(one)[0] for one in llm.generate(PROMPTS[:1], params)] == want[:1]
-    assert [tokens(one)[0] for one in llm.generate(PROMPTS[1:], params)] == want[1:]
-    # A seed: folded with the sequence's index, whatever went before.
-    (output,) = llm.generate(PROMPTS[:1], SamplingParams(**HOT, seed=np.uint32(4), n=3))
-    key = jax.random.key(4)
-    want = [one for one, _ in decoded(model, PROMPTS[:1] * 3, STRATEGY, **HOT, key=key)]
-    assert tokens(output) == want
-    assert [one.index for one in output.outputs] == [0, 1, 2]
-    assert len({one.text for one in output.outputs}) == 3
-
-
 def test_texts_of_one_prompt_share_its_pages(model):
     llm = fresh(model, config=UNCACHED)
     params = SamplingParams(**HOT, seed=4, n=4)

@@ -243,16 +243,3 @@ def test_the_script_runs_whole_and_small(tmp_path):
     assert unlike.keys() == {"T=0", "T=1"}
     assert all(set(found.values()) == {0} and len(found) == 2 for found in unlike.values())
     assert jax.tree.leaves([row["samples_s"] for row in reported["rows"] if "samples_s" in row])
-
-
-@pytest.mark.slow
-def test_what_the_bars_need_runs_alone_small(tmp_path):
-    out = tmp_path / "bars.json"
-    words = ["--smoke", "--sections", "bars", "--target", dflash_pair.SMOKE, "--threads", "2"]
-    assert dflash_gpu.main([*words, "--out", str(out), "--within", "900"]) == 0
-    rows = json.loads(out.read_text())["rows"]
-    assert {row["name"] for row in rows if "through" not in row} == {*dflash_gpu.BARS}
-    assert {(row["slots"], row["temperature"]) for row in rows if "through" in row} == {
-        (2, 0.0),
-        (2, 1.0),
-    }

@@ -110,18 +110,6 @@ def text_of(capsys, *argv):
 
 
 @pytest.mark.slow
-def test_chat_answers_as_without_a_draft(folder, capsys, monkeypatch, tmp_path):
-    (tmp_path / "lines").write_text("w5 w6\nw7\n", encoding="utf-8")
-    answers = []
-    for how in (words(folder), drafted(folder)):
-        with (tmp_path / "lines").open(encoding="utf-8") as lines:
-            monkeypatch.setattr("sys.stdin", lines)
-            answers.append(text_of(capsys, "chat", *how, "--max-tokens", "12"))
-    assert answers[0] == answers[1]
-    assert len(answers[0].split()) > 20
-
-
-@pytest.mark.slow
 def test_a_trace_shows_what_each_round_settled(folder, capsys):
     argv = ["trace", "w1 w2", "--raw", "--json", "--max-tokens", "14"]
     plain = json.loads(text_of(capsys, *argv, *words(folder)))

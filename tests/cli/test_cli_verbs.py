@@ -158,19 +158,6 @@ def test_every_flag_of_train_changes_the_run_it_is_of(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_compile_cache_is_under_xdg_and_only_for_the_command_line(tmp_path):
-    env = {name: os.environ[name] for name in ("PATH", "JAX_PLATFORMS")}
-    env["XDG_CACHE_HOME"] = str(tmp_path)
-    code = (
-        "import jax, dllm_jax.api.generate; assert jax.config.jax_compilation_cache_dir is None; "
-        "from dllm_jax.cli import main; main(['info']); print(jax.config.jax_compilation_cache_dir)"
-    )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, check=True, env=env, text=True, capture_output=True)
-    assert done.stdout.splitlines()[-1] == str(tmp_path / "dllm-jax" / "jax")
-
-
-@pytest.mark.slow
 def test_the_command_decodes_as_here_with_users_settings(random_folder, tmp_path, capsys):
     """XLA's own flags, not conftest's; the programs are kept for the next start."""
     env = {name: os.environ[name] for name in ("PATH", "JAX_PLATFORMS")}
