@@ -1,8 +1,8 @@
 """Proves what a user installs: the wheel's content, the public names, and the pinned versions.
 
 The wheel is built and installed into a folder of its own, where it works far from the checkout;
-the checkout works next to foreign packages called `strategies`. Importing the package must load no JAX; each public
-name must resolve to the object of the module that defines it.
+the checkout works next to foreign packages called `strategies`. Importing the package must load no
+JAX; each public name must resolve to the object of the module that defines it.
 """
 
 import configparser

@@ -5,13 +5,10 @@ several strategies. The second half drives the page in Chromium, where one is in
 address, and that nothing of the future is shown.
 """
 
-import base64
 import dataclasses
 import itertools
 import json
 import re
-import shutil
-import subprocess
 import types
 from importlib import resources
 
@@ -246,73 +243,55 @@ def test_several_strategies_are_refused_in_one_line(
 
 # --- the page in a browser ------------------------------------------------------------------------
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-DRIVER = """
-<script>
-const $ = (query) => Array.from(document.querySelectorAll(query));
-const press = (key, at = document.activeElement) =>
-  at.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
-const settle = () => new Promise((done) => setTimeout(done, 50));
-const look = () => ({
-  hash: location.hash,
-  counts: $(".counts").map((one) => one.textContent),
-  events: $(".events").map((one) => one.textContent),
-  settled: $(".settled").map((one) => one.textContent),
-  ahead: $(".ahead[id]").map((one) => one.textContent),
-  gaps: $(".text .gap").length,
-  ends: $(".end-token").filter((one) => !one.hidden).map((one) => one.textContent),
-  endCells: $(".board .cell.end .piece").map((one) => one.textContent),
-  dropped: $(".board .cell.dropped").length,
-  pieces: $(".board .piece").map((one) => one.textContent),
-  tabbable: $(".board").map((board) => board.querySelectorAll('[tabindex="0"]').length),
-  focused: document.activeElement.getAttribute("aria-label"),
-  details: $("#details")[0].textContent,
-  title: document.title,
-  width: innerWidth,
-  wide: document.documentElement.scrollWidth > document.documentElement.clientWidth,
-});
-async function drive() {
-  const told = [];
-  const note = async () => { await settle(); told.push(look()); };
-  SCRIPT
-  parent.postMessage(btoa(unescape(encodeURIComponent(JSON.stringify(told)))), "*");
-}
-drive();
-</script>
-"""
-# Chromium's own window is never narrower than 500 pixels.
-FRAME = """<body style="margin: 0">
-<script>onmessage = ({ data }) => { document.body.append(`told:${data};`); };</script>
-<iframe src="page.html%s" style="width: %dpx; height: 900px; border: 0"></iframe>
-"""
+# What a reader sees of the page.
+LOOK = """(() => {
+  const all = (query) => Array.from(document.querySelectorAll(query));
+  const texts = (query) => all(query).map((one) => one.textContent);
+  return {
+    hash: location.hash,
+    counts: texts(".counts"),
+    events: texts(".events"),
+    settled: texts(".settled"),
+    ahead: texts(".ahead[id]"),
+    gaps: all(".text .gap").length,
+    ends: texts(".end-token:not([hidden])"),
+    endCells: texts(".board .cell.end .piece"),
+    dropped: all(".board .cell.dropped").length,
+    pieces: texts(".board .piece"),
+    tabbable: all(".board").map((board) => board.querySelectorAll('[tabindex="0"]').length),
+    focused: document.activeElement.getAttribute("aria-label"),
+    details: texts("#details")[0],
+    title: document.title,
+    wide: document.documentElement.scrollWidth > innerWidth,
+  };
+})()"""
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    if browser.find() is None:
+        pytest.skip("no Chromium is installed")
+    one = browser.Browser(tmp_path_factory.mktemp("browser"))
+    yield one
+    one.close()
 
 
 @pytest.fixture
-def browse(tmp_path):
-    """Run a script in the page; what `note()` saw, in order."""
-    chromium = CHROMIUM or pytest.skip("no Chromium is installed")
+def browse(chromium, tmp_path):
+    """Opens a page; what is returned presses keys there, and tells what is seen then."""
 
-    def run(page, script, step="", width=1200):
-        driven = page.replace("</body>", DRIVER.replace("SCRIPT", script) + "</body>")
-        (tmp_path / "page.html").write_text(driven, encoding="utf-8")
-        frame = tmp_path / "frame.html"
-        frame.write_text(FRAME % (step, width), encoding="utf-8")
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=9000"]
-        folder = f"--user-data-dir={tmp_path / 'profile'}"
-        done = subprocess.run(
-            [chromium, *flags, folder, "--window-size=1200,900", "--dump-dom", frame.as_uri()],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        )
-        found = re.search(r"told:([\w+/=]+);", done.stdout)
-        assert found, done.stdout[-2000:]
-        return json.loads(base64.b64decode(found[1]))
+    def opened(page, step="", width=1200, height=900):
+        (tmp_path / "page.html").write_text(page, encoding="utf-8")
+        chromium.look(width, height)
+        chromium.open((tmp_path / "page.html").as_uri() + step)
 
-    return run
+        def press(*keys):
+            chromium.press(*keys)
+            return chromium.run(LOOK)
+
+        return press
+
+    return opened
 
 
 TEXT = " one two three four five."
@@ -320,29 +299,18 @@ TEXT = " one two three four five."
 
 @pytest.mark.long
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
-def test_the_window_is_seen_when_the_page_opens(tmp_path, width, height):
+def test_the_window_is_seen_when_the_page_opens(browse, chromium, width, height):
     """Issue 50: a row of its cells at least, on a laptop and on a phone, without scrolling."""
-    if CHROMIUM is None:
-        pytest.skip("no Chromium is installed")
-    (tmp_path / "page.html").write_text(page_of(FAST), encoding="utf-8")
-    tab = browser.Browser(tmp_path / "profile")
-    try:
-        tab.look(width, height)
-        tab.open((tmp_path / "page.html").as_uri())
-        place = "document.querySelector('.block.window .cell').getBoundingClientRect().bottom"
-        assert tab.run(f"{place} < document.getElementById('controls').offsetTop")
-        assert not tab.run("document.documentElement.scrollWidth > innerWidth")
-    finally:
-        tab.close()
+    press = browse(page_of(FAST), width=width, height=height)
+    place = "document.querySelector('.block.window .cell').getBoundingClientRect().bottom"
+    assert chromium.run(f"{place} < document.getElementById('controls').offsetTop")
+    assert not press()["wide"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_future_is_hidden_until_played(browse):
-    begin, first, last = browse(
-        page_of(FAST),
-        'await note(); press("ArrowRight", document.body); await note();'
-        'press("End", document.body); await note();',
-    )
+    press = browse(page_of(FAST))
+    begin, first, last = press(), press("ArrowRight"), press("End")
     assert begin["settled"] == begin["ahead"] == [""]
     assert "".join(begin["pieces"]) == ""
     assert begin["counts"] == [
@@ -354,44 +322,33 @@ def test_future_is_hidden_until_played(browse):
     assert last["title"] == "fast: how a text was denoised"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_end_token_stands_behind_the_text(browse):
-    first, last = browse(
-        page_of(FAST),
-        'press("n", document.body); await note(); press("n", document.body); await note();',
-    )
+    press = browse(page_of(FAST))
+    first, last = press("n"), press("n")
     assert first["ends"] == first["endCells"] == []
     assert last["ends"] == last["endCells"] == ["<|end|>"]
     assert last["dropped"] == 1
     assert "finished, the end token <|end|> follows the text" in last["events"][0]
 
 
-@pytest.mark.slow
-def test_address_holds_the_step(browse):
-    opened, stepped, changed, beyond = browse(
-        page_of(SLOW),
-        'await note(); press("ArrowRight", document.body); await note();'
-        'location.hash = "#step=1"; await note(); location.hash = "#step=99"; await note();',
-        step="#step=3",
-    )
-    assert [one["counts"][0][:11] for one in (opened, stepped, changed, beyond)] == [
-        "Step 3 of 5",
-        "Step 4 of 5",
-        "Step 1 of 5",
-        "Step 5 of 5",
-    ]
-    assert stepped["hash"] == "#step=4"
+@pytest.mark.long
+def test_address_holds_the_step(browse, chromium):
+    press = browse(page_of(SLOW), "#step=3")
+    assert press()["counts"][0].startswith("Step 3 of 5")
+    assert press("ArrowRight")["hash"] == "#step=4"
+    for asked, shown in ((1, 1), (99, 5)):
+        chromium.run(f"location.hash = '#step={asked}'")
+        chromium.wait(f"document.querySelector('.counts').textContent.startsWith('Step {shown}')")
 
 
-@pytest.mark.slow
-def test_cells_are_reached_by_keyboard(browse):
-    begin, right, down, stepped, end, none = browse(
-        page_of(FAST),
-        """await note();
-        document.querySelector('.board [tabindex="0"]').focus(); press("ArrowRight"); await note();
-        press("ArrowDown"); await note(); press("n"); await note();
-        press("End"); await note(); press("Escape"); await note();""",
-    )
+@pytest.mark.long
+def test_cells_are_reached_by_keyboard(browse, chromium):
+    press = browse(page_of(FAST))
+    begin = press()
+    chromium.run("document.querySelector('.board [tabindex=\"0\"]').focus()")
+    right, down, stepped = press("ArrowRight"), press("ArrowDown"), press("n")
+    end, none = press("End"), press("Escape")
     assert begin["tabbable"] == [1]
     assert "Tab" in begin["details"]
     assert "position 5" in right["details"]
@@ -404,14 +361,12 @@ def test_cells_are_reached_by_keyboard(browse):
     assert none["details"] == begin["details"]
 
 
-@pytest.mark.slow
-def test_two_strategies_share_the_slider(browse):
-    both, over = browse(
-        page_of(FAST, SLOW),
-        'press("n", document.body); press("n", document.body); await note();'
-        'const slider = document.getElementById("slider"); slider.value = slider.max;'
-        'slider.dispatchEvent(new Event("input")); await note();',
-    )
+@pytest.mark.long
+def test_two_strategies_share_the_slider(browse, chromium):
+    press = browse(page_of(FAST, SLOW))
+    both = press("n", "n")
+    chromium.run("slider.value = slider.max, slider.dispatchEvent(new Event('input'))")
+    over = press()
     figures = "Step 2 of {} · 2 forwards · {} tokens settled"
     assert both["counts"][0].startswith(figures.format(2, 6))
     assert both["counts"][1].startswith(figures.format(5, 2))
@@ -423,11 +378,7 @@ def test_two_strategies_share_the_slider(browse):
     assert over["settled"] == [TEXT, TEXT]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("trajectories", [[FAST], [FAST, SLOW]], ids=["one", "two"])
 def test_page_fits_360_pixels(browse, trajectories):
-    (reported,) = browse(
-        page_of(*trajectories), 'press("n", document.body); await note();', width=360
-    )
-    assert reported["width"] == 360
-    assert not reported["wide"]
+    assert not browse(page_of(*trajectories), width=360)("n")["wide"]
