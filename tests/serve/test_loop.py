@@ -301,7 +301,9 @@ def test_collections_leave_out_what_the_start_made(monkeypatch):
         ours.sendall(framing.frame(pipe.Launch("tests.serve.scripted:make", {})))
         try:
             assert process.main(theirs.detach(), 0) == 0
+            assert gc.isenabled()
         finally:
+            gc.enable()
             gc.unfreeze()
     assert frozen[0] > 10_000
 
