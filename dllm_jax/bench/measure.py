@@ -60,7 +60,8 @@ class Recording:
         """As `ModelRunner.decode`."""
         handle = self._inner.decode(rows, num_active, pages, num_steps, early)
         # Keep the handle alive, so that its id stays unique.
-        sequences = [self._scheduler.slots[row] for row in rows[:num_active]]
+        by_slot = {sequence.slot: sequence for sequence in self._scheduler.live}
+        sequences = [by_slot.get(row) for row in rows[:num_active]]
         self._flying[id(handle)] = handle, (pages.shape[0], pages.shape[1]), sequences
         return handle
 

@@ -250,13 +250,14 @@ class Engine(Texts):
             The last pass's handle; None without a pass.
         """
         scheduler, cost, last = self.scheduler, self.runner.cost, None
-        decoding = scheduler.decoding()
-        if len(decoding) == len(scheduler.live):
+        waiting = [sequence for sequence in scheduler.live if sequence.stage == PREFILL]
+        if not waiting:
             return None
+        decoding = scheduler.decoding()
         steps = num_steps(self._step_s, scheduler, decoding, cost, self.is_open)
         budget = Budget(scheduler, decoding, steps, cost)
-        for sequence in [s for s in scheduler.live if s.stage == PREFILL]:
-            while sequence.stage == PREFILL and sequence.done < sequence.start:
+        for sequence in waiting:
+            while sequence.stage == PREFILL:
                 piece = budget.take(sequence, forced=last is None)
                 if piece is None:
                     return last
@@ -294,12 +295,8 @@ class Engine(Texts):
             return []
         steps = num_steps(self._step_s, scheduler, decoding, cost, self.is_open)
         steps = scheduler.grow(decoding, steps)
-        for sequence in decoding:
-            if sequence.stage != DECODE and sequence.saved is not None:  # preempted
-                sequence.saved[0].hold()  # the device need not, for as long as it waits
         decoding = [sequence for sequence in decoding if sequence.stage == DECODE]
-        sized = groups(scheduler, decoding, steps, cost)
-        return [self._decode_group(*group) for group in sized]
+        return [self._decode_group(*group) for group in groups(scheduler, decoding, steps, cost)]
 
     def _decode_group(self, group: list[Sequence], columns: int, steps: int) -> Chunk:
         scheduler = self.scheduler

@@ -141,8 +141,7 @@ def _steps_beside(scheduler: Scheduler, decoding: list[Sequence], cost: Cost) ->
     prefix = next((sequence for sequence in scheduler.live if sequence.stage != DECODE), None)
     piece = scheduler.next_pass(prefix, 1) if prefix else None
     if piece is not None and piece.kind != "full":
-        columns = scheduler.page_bucket(max(1, piece.end))
-        beside += cost.prefill_s(piece.size, columns, piece.kind)
+        beside += _pass_s(scheduler, cost, piece)
     step_s = _step_s(scheduler, cost, most, wide)
     return math.ceil(beside / (BESIDE * step_s)) if step_s else 1
 
@@ -193,6 +192,10 @@ def _step_s(scheduler: Scheduler, cost: Cost, rows: list[Sequence], columns: int
     return cost.decode_s(scheduler.slot_bucket(len(rows)), columns)
 
 
+def _pass_s(scheduler: Scheduler, cost: Cost, piece: Pass) -> float:
+    return cost.prefill_s(piece.size, scheduler.page_bucket(piece.end), piece.kind)
+
+
 def _within(seconds: float, step_s: float, steps: int) -> int:
     """How many of the steps fit into the seconds, at least one."""
     return max(1, min(steps, int(seconds / step_s))) if step_s else steps
@@ -225,7 +228,7 @@ class Budget:
             shares = max(1, shares // len(decoding)) if decoding else 1
         largest = layout.prefill_buckets[-1]
         self._tokens = max(PREFILL_ALONE, shares) * largest
-        self._seconds = None
+        self._seconds = math.inf
         if decoding and cost is None:
             self._tokens = shares * largest
         elif decoding and cost is not None:
@@ -239,25 +242,17 @@ class Budget:
         Args:
             forced: Take the smallest piece whatever it costs, so that a prefix always advances.
         """
-        most = self._tokens
-        while (piece := self._scheduler.next_pass(sequence, most)) is not None:
-            smallest = self._scheduler.layout.prefill_buckets[0]
+        scheduler, cost, most = self._scheduler, self._cost, self._tokens
+        while (piece := scheduler.next_pass(sequence, most)) is not None:
+            smallest = scheduler.layout.prefill_buckets[0]
             indivisible = piece.kind == "full" or piece.size == smallest
-            price = self._price(piece)
-            fits = piece.size <= self._tokens
-            fits &= self._seconds is None or price <= self._seconds
+            price = 0.0 if cost is None else _pass_s(scheduler, cost, piece)
+            fits = piece.size <= self._tokens and price <= self._seconds
             if fits or (forced and indivisible):
                 self._tokens -= piece.size
-                if self._seconds is not None:
-                    self._seconds -= price
+                self._seconds -= price
                 return piece
             if indivisible:
                 return None
             most = piece.size - 1
         return None
-
-    def _price(self, piece: Pass) -> float:
-        if self._cost is None:
-            return 0.0
-        columns = self._scheduler.page_bucket(max(1, piece.end))
-        return self._cost.prefill_s(piece.size, columns, piece.kind)

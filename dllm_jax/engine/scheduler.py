@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from dllm_jax.engine.layout import EngineLayout
-from dllm_jax.engine.pages import OutOfPages, PagePool, Prefixes
+from dllm_jax.engine.pages import PagePool, Prefixes
 from dllm_jax.engine.sequence import DECODE, DONE, PREFILL, WAITING, Pass, Sequence
 
 _FEW = 64  # turns that are kept anyway
@@ -25,7 +25,6 @@ class Scheduler:
     Attributes:
         pool: Ownership of the pages.
         prefixes: Which of them hold what.
-        slots: The sequence in each slot.
         live: Sequences in slots, best rank first.
         table: Pages of each slot in order of position, then -1.
     """
@@ -34,7 +33,6 @@ class Scheduler:
         self.layout = layout
         self.pool = PagePool(layout.num_pages)
         self.prefixes = Prefixes(layout, self.pool)
-        self.slots: list[Sequence | None] = [None] * layout.num_slots
         self.live: list[Sequence] = []
         self.table = np.full((layout.num_slots, layout.page_buckets[-1]), -1, np.int32)
         self._free_slots = list(range(layout.num_slots - 1, -1, -1))
@@ -166,8 +164,6 @@ class Scheduler:
         sequence.epoch += 1
         sequence.in_flight = sequence.num_published = 0
         sequence.is_sound = False
-        sequence.covered = len(sequence.pages) * self.layout.page_size
-        self.slots[sequence.slot] = sequence
         priority = sequence.rank[0]
         self._rounds[priority] = max(sequence.turn, self._rounds.get(priority, 0))
         bisect.insort(self.live, sequence, key=_rank)
@@ -197,15 +193,12 @@ class Scheduler:
 
     # --- growth and preemption --------------------------------------------------------------------
 
-    def reach(self, sequence: Sequence, steps: int) -> int:
-        """Positions that must be covered before `steps` more steps are dispatched.
+    def ahead(self, in_flight: int, steps: int) -> int:
+        """Positions after `Sequence.start` that steps in flight and `steps` more can write.
 
         A step commits and writes a window at most. A chunk of several steps emits at most
         `EngineLayout.most_new` tokens; emitted tokens may be a window ahead of committed ones.
         """
-        return min(sequence.start + self._ahead(sequence.in_flight, steps), sequence.capacity)
-
-    def _ahead(self, in_flight: int, steps: int) -> int:
         layout = self.layout
         chunks = 2 if in_flight else 1
         emitted = chunks * max(layout.most_new, layout.window) + 2 * layout.window
@@ -221,41 +214,34 @@ class Scheduler:
             The steps covered: halved until the pool suffices. Preempted sequences are WAITING.
         """
         layout, pool = self.layout, self.pool
-        ahead = {n: self._ahead(n, steps) for n in {s.in_flight for s in sequences}}
-        short = [
-            s
-            for s in sequences
-            if s.start + ahead[s.in_flight] > s.covered and s.covered < s.capacity
-        ]
-        wanted = [(s, layout.pages_for(self.reach(s, steps)) - len(s.pages)) for s in short]
-        if sum(max(count, 0) for _, count in wanted) > pool.num_available and steps > 1:
+        ahead = {n: self.ahead(n, steps) for n in {s.in_flight for s in sequences}}
+        wanted: list[tuple[Sequence, int]] = []
+        for sequence in sequences:
+            end = min(sequence.start + ahead[sequence.in_flight], sequence.capacity)
+            if end > len(sequence.pages) * layout.page_size:
+                wanted.append((sequence, layout.pages_for(end) - len(sequence.pages)))
+        if wanted and steps > 1 and sum(count for _, count in wanted) > pool.num_available:
             return self.grow(sequences, steps // 2)
         for sequence, count in wanted:
-            while count > 0 and sequence.stage == DECODE:
-                try:
-                    pages = pool.take(count)
-                except OutOfPages:
-                    self.preempt(self.live[-1])
-                    continue
-                self.table[sequence.slot, len(sequence.pages) : len(sequence.pages) + count] = pages
-                sequence.pages += pages
-                sequence.covered = len(sequence.pages) * layout.page_size
-                break
+            while sequence.stage == DECODE and count > pool.num_available:
+                self.preempt(self.live[-1])
+            if sequence.stage == DECODE:
+                held = len(sequence.pages)
+                sequence.pages += pool.take(count)
+                self.table[sequence.slot, held : held + count] = sequence.pages[held:]
         return steps
 
     def preempt(self, sequence: Sequence) -> None:
         """Take slot and pages; once admitted again, the sequence resumes from its last fetch.
 
-        With `EngineLayout.starts_over` it starts over.
+        With `EngineLayout.starts_over`, or where that fetch is lost, it starts over.
         """
         self._vacate(sequence)
         sequence.stage = WAITING
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        if self.layout.starts_over:
-            sequence.saved = None
-        if sequence.saved is None:
-            sequence.start = sequence.prefix_len
+        if self.layout.starts_over or not (sequence.saved and sequence.saved[0].hold()):
+            sequence.saved, sequence.start = None, sequence.prefix_len
         self._wait(sequence)
 
     def leave(self, sequence: Sequence) -> None:
@@ -269,9 +255,8 @@ class Scheduler:
         if sequence.is_sound:
             self.prefixes.publish(sequence)
         self.pool.release(sequence.pages)
-        sequence.pages, sequence.covered = [], 0
+        sequence.pages = []
         sequence.boundary = None
-        self.slots[sequence.slot] = None
         self._free_slots.append(sequence.slot)
         self.live.remove(sequence)
         sequence.slot, sequence.in_flight = -1, 0
@@ -279,15 +264,13 @@ class Scheduler:
 
     def start_over(self, sequences: Iterable[Sequence]) -> None:
         """Empty slots, queue and pool, whatever their state; the sequences wait, not yet begun."""
-        layout = self.layout
         self.pool.reset()
-        self.slots = [None] * layout.num_slots
-        self._free_slots = list(range(layout.num_slots - 1, -1, -1))
+        self._free_slots = list(range(self.layout.num_slots - 1, -1, -1))
         self.live, self._waiting, self._rounds, self._turns = [], [], {}, {}
         for sequence in sequences:
             sequence.stage, sequence.slot = WAITING, -1
             sequence.epoch += 1
-            sequence.pages, sequence.covered, sequence.in_flight = [], 0, 0
+            sequence.pages, sequence.in_flight = [], 0
             sequence.saved = sequence.boundary = sequence.chain = None
             sequence.prompt_published, sequence.failed_at = False, -1
             self.add(sequence)
@@ -318,10 +301,8 @@ class Scheduler:
         """Slots of the sequences, padded to the bucket with distinct other slots."""
         slots = [sequence.slot for sequence in sequences]
         taken = set(slots)
-        others = (slot for slot in range(self.layout.num_slots) if slot not in taken)
-        while len(slots) < bucket:
-            slots.append(next(others))
-        return slots
+        others = [slot for slot in range(self.layout.num_slots) if slot not in taken]
+        return slots + others[: bucket - len(slots)]
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:

@@ -30,7 +30,6 @@ class Sequence:
         tail: At its end, what stands after the output.
         saved: The last fetch and its row there; None: it starts over.
         in_flight: Decode steps dispatched and not fetched.
-        covered: Positions its pages hold.
         chain: Keys of its pages (`pages.Chain`).
         publishes: Others may share its pages.
         is_sound: A fetch of this tenancy found its values finite.
@@ -55,7 +54,6 @@ class Sequence:
     slot: int = -1
     epoch: int = 0
     pages: list[int] = dataclasses.field(default_factory=list)
-    covered: int = 0
     done: int = 0
     prefix_len: int = 0
     start: int = 0
