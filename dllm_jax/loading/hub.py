@@ -32,10 +32,19 @@ _LENGTH_BYTES = 8  # a safetensors file starts with the length of its header
 _LONGEST_HEADER = 100_000_000  # the limit of safetensors
 _CHUNK = 1 << 16
 _HEADERS_AT_ONCE = 8
+_MOST_MESSAGE = 800  # characters
 
 
-class HubError(ValueError):
-    """A repository that cannot be fetched; the message says value, rule and remedy in one line."""
+class LoadError(ValueError):
+    """A source that names no model; the message says value, rule and remedy in one line.
+
+    A longer one loses its middle: a name may have any length.
+    """
+
+    def __init__(self, message: str):
+        message, half = message.replace("\n", " "), _MOST_MESSAGE // 2
+        is_long = len(message) > _MOST_MESSAGE
+        super().__init__(f"{message[:half]} ... {message[-half:]}" if is_long else message)
 
 
 def fetch_model(name: str, revision: str | None = None) -> Path:
@@ -48,25 +57,25 @@ def fetch_model(name: str, revision: str | None = None) -> Path:
         revision: Branch, tag or commit; None: the main branch.
 
     Raises:
-        HubError: For every failure.
+        LoadError: For every failure.
     """
     with _reaching("model", name, revision) as repository:
         folder = repository.fetch_small()
         return repository.fetch_weights(folder, _indexed(folder))
 
 
-def fetch_tokenizer(name: str, revision: str | None = None) -> Path:
+def fetch_tokenizer(name: str) -> Path:
     """A folder with the tokenizer of a hub repository; else as `fetch_model`."""
-    with _reaching("tokenizer", name, revision) as repository:
+    with _reaching("tokenizer", name) as repository:
         first = next((n for n in VOCABULARIES if n in repository.files), VOCABULARIES[0])
         message = f"{repository} has no {first}; give the repository of a fast tokenizer"
         others = [n for n in TOKENIZER_FILES if n != first]
         return repository.fetch([first, *others], message)
 
 
-def fetch_adapter(name: str, revision: str | None = None) -> Path:
+def fetch_adapter(name: str) -> Path:
     """A folder with the configuration and the weights of a LoRA adapter; else as `fetch_model`."""
-    with _reaching("adapter", name, revision) as repository:
+    with _reaching("adapter", name) as repository:
         message = f"{repository} has no {ADAPTER_CONFIG}; give the repository of a LoRA adapter"
         folder = repository.fetch([ADAPTER_CONFIG], message)
         return repository.fetch_weights(folder, [ADAPTER_WEIGHTS])
@@ -83,7 +92,7 @@ def fetch_headers(name: str, revision: str | None, to: Path) -> Path:
         to: Where the folder is made, unless the weights are in the cache already.
 
     Raises:
-        HubError: For every failure.
+        LoadError: For every failure.
     """
     with _reaching("model", name, revision) as repository:
         folder = repository.fetch_small()
@@ -183,7 +192,7 @@ class _Repository:
                 )
             )
         elif first not in self.files:
-            raise HubError(missing)
+            raise LoadError(missing)
         else:
             with _bar(self.name, None) as bar:
                 cached = huggingface_hub.try_to_load_from_cache(
@@ -202,7 +211,7 @@ class _Repository:
         """A model's folder, without its weights.
 
         Raises:
-            HubError: There is no config.
+            LoadError: There is no config.
         """
         missing = f"{self} has no {CONFIG}; give a repository in the Hugging Face format"
         if ADAPTER_CONFIG in self.files:
@@ -254,7 +263,7 @@ class _Repository:
             return
         if self.failure is not None:
             raise FileNotFoundError(errno.ENOENT, "not in the cache", str(path))
-        raise HubError(message)
+        raise LoadError(message)
 
     def _download(self, name: str, revision: str | None, bar: tqdm) -> Path:
         import huggingface_hub
@@ -272,15 +281,15 @@ class _Repository:
         there = next(path for path in (cache, *cache.absolute().parents) if path.exists())
         free = shutil.disk_usage(there).free
         if free < size:
-            raise HubError(
+            raise LoadError(
                 f"{self} needs {size / 1e9:.1f} GB more in the cache {str(cache)!r}, where "
                 f"{free / 1e9:.1f} GB are free; free some, or set HF_HOME to a folder elsewhere"
             )
 
 
 @contextlib.contextmanager
-def _reaching(what: str, name: str, revision: str | None) -> Iterator[_Repository]:
-    """A repository; every failure in the body becomes a `HubError` of one line.
+def _reaching(what: str, name: str, revision: str | None = None) -> Iterator[_Repository]:
+    """A repository; every failure in the body becomes a `LoadError` of one line.
 
     Args:
         what: The kind of repository, for errors.
@@ -290,10 +299,10 @@ def _reaching(what: str, name: str, revision: str | None) -> Iterator[_Repositor
         try:
             repository.reach()
             yield repository
-        except HubError:
+        except LoadError:
             raise
         except Exception as error:
-            raise HubError(
+            raise LoadError(
                 described(repository.failure or error, str(repository), name, revision or "main")
             ) from error
 

@@ -3,6 +3,8 @@
 import unicodedata
 from typing import Any, NamedTuple
 
+from dllm_jax.structured.tokens import of_byte_level
+
 VISIBLE = {" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥"}
 _BROKEN = "\ufffd"
 # Categories of characters that are invisible, or change the direction of the text after them.
@@ -81,18 +83,5 @@ def _bytes(name: str) -> str:
     """The bytes of a partial character, from `<0xE2>` or a byte-level name such as `âĤ`."""
     if name.startswith("<0x"):
         return f"⟨{name[3:-1]}⟩"
-    codes = [_BYTES.get(char) for char in name]
-    if None in codes:
-        return visible(name)
-    return "⟨" + " ".join(f"{code:02X}" for code in codes) + "⟩"
-
-
-def _byte_names() -> dict[str, int]:
-    """Byte-level BPE's character of each byte: the byte if it prints, else one from 256 on."""
-    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printed]
-    names = {chr(byte): byte for byte in printed}
-    return names | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTES = _byte_names()
+    data = of_byte_level(name)
+    return visible(name) if data is None else f"⟨{data.hex(' ').upper()}⟩"

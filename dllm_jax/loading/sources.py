@@ -6,27 +6,14 @@ The files of a hub id are fetched (`hub`). JAX is not imported.
 import os
 import re
 import reprlib
-from collections.abc import Callable
 from pathlib import Path
 
 from dllm_jax.convert.tokenizer_files import has_tokenizer
 from dllm_jax.loading import hub
+from dllm_jax.loading.hub import LoadError
 
 BUILTIN = Path(__file__).parents[1] / "builtin"
-_MOST_MESSAGE = 800  # characters
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
-
-class LoadError(ValueError):
-    """A source that names no model; the message says value, rule and remedy in one line.
-
-    A longer one loses its middle: a name may have any length.
-    """
-
-    def __init__(self, message: str):
-        message, half = message.replace("\n", " "), _MOST_MESSAGE // 2
-        is_long = len(message) > _MOST_MESSAGE
-        super().__init__(f"{message[:half]} ... {message[-half:]}" if is_long else message)
 
 
 def builtin_names() -> list[str]:
@@ -49,7 +36,7 @@ def find_folder(source: str, revision: str | None = None) -> Path:
             f"{source!r}; leave it out"
         )
     if is_hub:
-        return _fetched(hub.fetch_model, source, revision)
+        return hub.fetch_model(source, revision)
     if source.startswith("builtin:"):
         known = builtin_names()
         name = source.removeprefix("builtin:")
@@ -91,10 +78,7 @@ def find_headers(source: str, revision: str | None, to: Path) -> Path:
     """
     if not _is_hub_id(source):
         return find_folder(source, revision)
-    try:
-        return hub.fetch_headers(source, revision, to)
-    except hub.HubError as error:
-        raise LoadError(str(error)) from error
+    return hub.fetch_headers(source, revision, to)
 
 
 def find_adapter(lora: str | os.PathLike[str]) -> Path:
@@ -105,7 +89,7 @@ def find_adapter(lora: str | os.PathLike[str]) -> Path:
     """
     name = os.fspath(lora)
     if _is_hub_id(name):
-        return _fetched(hub.fetch_adapter, name, None)
+        return hub.fetch_adapter(name)
     if not name or not os.path.exists(Path(name) / hub.ADAPTER_CONFIG):
         what = f"holds no {hub.ADAPTER_CONFIG}" if os.path.isdir(Path(name)) else "is no folder"
         raise LoadError(
@@ -124,7 +108,7 @@ def find_tokenizer(tokenizer: str | os.PathLike[str]) -> Path:
     if name.startswith("builtin:"):
         return find_folder(name)
     if _is_hub_id(name):
-        return _fetched(hub.fetch_tokenizer, name, None)
+        return hub.fetch_tokenizer(name)
     if not name or not os.path.isdir(name) or not has_tokenizer(Path(name)):
         what = "holds no tokenizer.json" if name and os.path.isdir(name) else "is no folder"
         raise LoadError(
@@ -137,13 +121,6 @@ def find_tokenizer(tokenizer: str | os.PathLike[str]) -> Path:
 def _is_hub_id(source: str) -> bool:
     """Whether a source is to be looked for at the hub."""
     return _HUB_ID.fullmatch(source) is not None and not os.path.exists(source)
-
-
-def _fetched(fetch: Callable[[str, str | None], Path], name: str, revision: str | None) -> Path:
-    try:
-        return fetch(name, revision)
-    except hub.HubError as error:
-        raise LoadError(str(error)) from error
 
 
 def join(names: list[str]) -> str:

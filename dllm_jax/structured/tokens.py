@@ -26,7 +26,7 @@ def token_bytes(tokenizer: Any) -> list[bytes | None]:
         if number in special or number >= len(found):
             continue
         if is_byte_level:
-            found[number] = _of_byte_level(text)
+            found[number] = of_byte_level(text)
         elif match := _BYTE.fullmatch(text):
             found[number] = bytes([int(match[1], 16)])
         else:
@@ -47,7 +47,8 @@ def first_bytes(tokenizer: Any, spelt: Sequence[bytes | None]) -> dict[int, byte
     }
 
 
-def _of_byte_level(text: str) -> bytes | None:
+def of_byte_level(text: str) -> bytes | None:
+    """The bytes that byte-level vocabularies write as a text; None for another text."""
     try:
         return text.translate(_bytes_of_chars()).encode("latin-1")
     except UnicodeEncodeError:  # a character that stands for no byte

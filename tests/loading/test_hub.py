@@ -475,7 +475,7 @@ def test_a_bar_counts_each_byte_once(hub, monkeypatch):
 def test_a_pipe_shows_nothing(model, capfd):
     model.cut = {"others.safetensors"}  # of which the library would tell
     hubs.fetch_model("org/name")
-    with pytest.raises(hubs.HubError):
+    with pytest.raises(LoadError):
         hubs.fetch_model("org/nothing")
     assert capfd.readouterr() == ("", "")
 
