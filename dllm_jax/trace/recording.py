@@ -15,10 +15,10 @@ import numpy as np
 
 from dllm_jax.api import generate
 from dllm_jax.api.drafts import bind_draft
+from dllm_jax.api.prompts import ids_of
 from dllm_jax.api.strategy import resolve_strategy
 from dllm_jax.engine.checks import MOST, listed, short_repr, token_ids, whole_number
 from dllm_jax.loading.model import Model
-from dllm_jax.loading.tokenizer import encode
 from dllm_jax.runner import decode
 from dllm_jax.runner.buckets import law_of, plain_settings
 from dllm_jax.runner.forward import ModelForward
@@ -114,10 +114,7 @@ def record(
             row = jax.tree.map(lambda leaf, b=b: leaf[b], part)
             steps[b].append(_from_device(row, keep, places))
     state = jax.device_get(state.replace(keys=None, pools=None, carry=None))
-    found = [
-        _trajectory(model, chosen, state, b, list(map(int, ids)), steps[b])
-        for b, ids in enumerate(rows)
-    ]
+    found = [_trajectory(model, chosen, state, b, ids, steps[b]) for b, ids in enumerate(rows)]
     return found if is_many else found[0]
 
 
@@ -177,17 +174,8 @@ def _rows(model: Model, prompt: Any) -> tuple[list[list[int]], bool]:
     is_many = not isinstance(prompt, str) and any(
         isinstance(one, str) or (hasattr(one, "__iter__") and np.ndim(one)) for one in prompt
     )
-    return [list(_ids(model, one)) for one in (prompt if is_many else [prompt])], is_many
-
-
-def _ids(model: Model, prompt: str | Sequence[int]) -> Sequence[int]:
-    if not isinstance(prompt, str):
-        return prompt
-    if model.tokenizer is None:
-        raise ValueError(
-            f"model {model.source!r} has no tokenizer to read text with; give a list of token ids"
-        )
-    return encode(model.tokenizer, prompt)
+    every = prompt if is_many else [prompt]
+    return [ids_of(model, one, special=True) for one in every], is_many
 
 
 def _from_device(one: Any, keep: Sequence[str], logits_at: Sequence[int]) -> Step:

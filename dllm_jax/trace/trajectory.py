@@ -193,24 +193,19 @@ def _step(facts: Mapping[str, Any]) -> Step:
         one = facts[name]
         return Window(one["start"], *(np.asarray(one[key], np.int32) for key in _WINDOW))
 
-    def cells(name: str, kind: Any) -> np.ndarray:
-        return np.asarray(facts[name], kind)
-
-    return Step(
-        before=window("before"),
-        after=window("after"),
-        predicted=cells("predicted", np.int32),
-        confidence=cells("confidence", np.float32),
-        entropy=cells("entropy", np.float32),
-        accepted=cells("accepted", bool),
-        edited=cells("edited", bool),
-        commit_len=facts["commit_len"],
-        settled_len=facts["settled_len"],
-        nfe=facts["nfe"],
-        log_prob=cells("log_prob", np.float32)
-        if "log_prob" in facts
-        else cells("entropy", np.float32) * np.nan,
-    )
+    cells = {name: np.asarray(facts[name], kind) for name, kind in _CELLS.items() if name in facts}
+    numbers = {name: facts[name] for name in ("commit_len", "settled_len", "nfe")}
+    if "log_prob" not in cells:
+        cells["log_prob"] = cells["entropy"] * np.nan
+    return Step(before=window("before"), after=window("after"), **cells, **numbers)
 
 
 _WINDOW = ("status", "tokens")
+_CELLS = {
+    "predicted": np.int32,
+    "confidence": np.float32,
+    "entropy": np.float32,
+    "log_prob": np.float32,
+    "accepted": bool,
+    "edited": bool,
+}
