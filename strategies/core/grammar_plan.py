@@ -102,14 +102,14 @@ def plan(view: View, stats: ClassStats, read: Bool[Array, "B W"], draw: Draw | N
         draw: None: no slot draws.
     """
 
-    def best() -> Plan:
-        return jax.vmap(lambda *slot: _planned(*slot, draw=None))(view, stats, read)
+    def found_by(draw: Draw | None) -> Plan:
+        return jax.vmap(_planned)(view, stats, read, draw)
 
     if draw is None:
-        found = best()
+        found = found_by(None)
     else:
         draws = jnp.any(draw.tempered & view.bound)
-        found = jax.lax.cond(draws, lambda: jax.vmap(_planned)(view, stats, read, draw), best)
+        found = jax.lax.cond(draws, lambda: found_by(draw), lambda: found_by(None))
     return _with_rewrites(view, read, found, lambda: stats)
 
 
@@ -171,13 +171,9 @@ def plan_each(
         if draw is not None:
             every = jnp.broadcast_to(draw.tempered, read.shape)
             alone = Draw(every, draw.keys[:, None])
-        in_axes = (axes, 0, 0, None if alone is None else 0)
-        plan = jax.vmap(_planned, in_axes=in_axes)
-        found = plan(cells, own, asked, alone)
+        found = jax.vmap(_planned, in_axes=(axes, 0, 0, 0))(cells, own, asked, alone)
         return found.replace(token=found.token[:, 0], confidence=found.confidence[:, 0])
 
-    if draw is None:
-        return jax.vmap(lambda *slot: one(*slot, draw=None))(view, stats, read, before)
     return jax.vmap(one)(view, stats, read, before, draw)
 
 
