@@ -12,7 +12,6 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.api.drafts import bind_draft
-from dllm_jax.cli import main
 from dllm_jax.strategies import AR, DFlash
 from dllm_jax.strategies.core.needs import Needs
 from tests.contract import models
@@ -64,11 +63,6 @@ def test_a_draft_that_nobody_asked_for_is_named(folder, target):
             ValueError, match=r"needs 2 models beside its own, \('draft', 'judge'\); one"
         ):
             bind_draft(two, given, target)
-
-
-def test_a_missing_draft_is_asked_for(target):
-    with pytest.raises(ValueError, match="draft=None: DFlash drafts with a model of its own"):
-        dj.generate(target, PROMPTS, DFlash())
 
 
 @pytest.mark.parametrize(
@@ -143,17 +137,16 @@ def test_an_engine_gives_the_tokens_of_ar(folder, target):
     assert drafted == texts(DFlash(), draft=str(folder / "full")) == texts(AR())
 
 
-def test_the_command_asks_for_a_draft_that_fits(folder, capsys):
+@pytest.mark.parametrize(
+    ("strategy", "draft", "said"),
+    [
+        ("ar", "full", "does not fit AR, which uses no"),
+        ("dflash", "target", "give a drafter, such as a DFlash draft"),
+    ],
+)
+def test_the_command_asks_for_a_draft_that_fits(folder, fails, strategy, draft, said):
     words = ["generate", "w1 w2", "--raw", "--model", str(folder / "target"), "--dtype", "float32"]
-    assert main([*words, "--strategy", "dflash"]) == 1
-    assert (
-        "draft=None: DFlash drafts with a model of its own; give one (draft="
-        in capsys.readouterr().err
-    )
-    assert main([*words, "--strategy", "ar", "--draft", str(folder / "full")]) == 1
-    assert f"draft='{folder / 'full'}' does not fit AR, which uses no" in capsys.readouterr().err
-    assert main([*words, "--strategy", "dflash", "--draft", str(folder / "target")]) == 1
-    assert "give a drafter, such as a DFlash draft" in capsys.readouterr().err
+    assert said in fails(1, *words, "--strategy", strategy, "--draft", str(folder / draft))
 
 
 @pytest.mark.slow

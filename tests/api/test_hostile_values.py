@@ -49,7 +49,6 @@ def is_short(text):
 
 @pytest.mark.parametrize("reported", [checks.short_repr, field_checks.short_repr])
 def test_a_value_is_told_in_a_few_words(reported):
-    """Item 17."""
     assert (reported(3), reported("a"), reported([1, "b"]), reported(None)) == (
         "3",
         "'a'",
@@ -64,7 +63,7 @@ def test_a_value_is_told_in_a_few_words(reported):
 @pytest.mark.parametrize("value", HOSTILE, ids=IDS)
 @pytest.mark.parametrize("kind", [SamplingParams, EngineConfig, Request])
 def test_every_field_refuses_a_hostile_value_in_one_line(kind, value):
-    """Item 17: or takes it, as a text may be a prompt."""
+    """Or takes it, as a text may be a prompt."""
     needed = {"prompt_token_ids": [1]} if kind is Request else {}
     reported = [
         refusal(lambda name=field.name: kind(**{**needed, name: value}))
@@ -77,7 +76,6 @@ def test_every_field_refuses_a_hostile_value_in_one_line(kind, value):
 
 @pytest.mark.parametrize("value", HOSTILE, ids=IDS)
 def test_models_strategies_and_chats_refuse_it_in_one_line(value):
-    """Item 17."""
     calls = (
         lambda: dj.load(value),
         lambda: dj.load("random:none", dtype=value),
@@ -153,7 +151,6 @@ def test_a_function_without_types_or_a_docstring_is_no_tool():
 
 
 def test_a_source_of_any_length_is_a_short_line():
-    """Item 17."""
     with pytest.raises(LoadError) as refused:
         dj.load("org/" + "x" * 5000 + "/y")
     assert is_short(str(refused.value))

@@ -216,9 +216,8 @@ SAME = ("--max-model-len", "32", "--page-size", "16", "--max-tokens", "4")
 
 
 @pytest.fixture
-def command(random_folder, monkeypatch, capsys):
+def command(random_folder, no_compile_cache, capsys):
     """Runs `generate` on the random model with the toy; status, lines, and what went wrong."""
-    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
 
     def run(*argv, strategy=("--strategy", TOY)):
         status = main(["generate", *argv, "--model", str(random_folder), *strategy])

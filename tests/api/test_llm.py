@@ -558,7 +558,6 @@ def test_several_conversations_are_answered_in_order(llm, truth):
 
 
 def test_conversations_go_where_prompts_do(llm, model, truth):
-    """Item 2."""
     talks = [[{"role": "user", "content": question}] for question in QUESTIONS]
     outputs = llm.generate([talks[0], PROMPTS[1], talks[2]], GREEDY)
     assert [tokens(output) for output in outputs] == [[want] for want, _ in truth]
@@ -569,7 +568,6 @@ def test_conversations_go_where_prompts_do(llm, model, truth):
 
 
 def test_raw_text_for_a_chat_model_warns_once(llm, monkeypatch):
-    """Item 2."""
     monkeypatch.setattr(llm, "_is_advised", False)
     few = SamplingParams(max_tokens=1)
     llm.generate([PROMPTS[0], {"prompt": PROMPTS[1]}, [5, 6]], few)
@@ -583,7 +581,6 @@ def test_raw_text_for_a_chat_model_warns_once(llm, monkeypatch):
 
 
 def test_prompts_and_parameters_of_vllm_work(llm, model, truth):
-    """Item 3."""
     as_ids = ids(model, PROMPTS[1])
     prompts = [{"prompt": PROMPTS[0]}, {"prompt_token_ids": as_ids}, {"prompt": "x"}]
     prompts[2]["prompt_token_ids"] = ids(model, PROMPTS[2])
@@ -601,7 +598,6 @@ def test_prompts_and_parameters_of_vllm_work(llm, model, truth):
 
 
 def test_max_tokens_none_writes_what_fits(llm, truth):
-    """Item 3."""
     endless = SamplingParams(max_tokens=None, ignore_eos=True)
     (output,) = llm.generate(PROMPTS[0], endless)
     one = output.outputs[0]
@@ -612,7 +608,6 @@ def test_max_tokens_none_writes_what_fits(llm, truth):
 
 
 def test_representations_are_one_short_line(llm, model):
-    """Item 3."""
     (output,) = llm.generate(PROMPTS[0], GREEDY)
     for value, said in (
         (llm, "LLM('builtin:tiny-sdar', MultiBD(block_size=32"),
@@ -625,7 +620,6 @@ def test_representations_are_one_short_line(llm, model):
 
 
 def test_a_closed_llm_has_ended_everything_and_refuses_by_name(model):
-    """Item 3."""
     with fresh(model) as llm:
         stream = llm.stream(PROMPTS[0], GREEDY)
         runner = llm.engine.runner
@@ -659,7 +653,6 @@ def test_a_closed_llm_has_ended_everything_and_refuses_by_name(model):
     ],
 )
 def test_unknown_field_is_refused_with_the_nearest(make, said):
-    """Item 3."""
     with pytest.raises(TypeError, match=r"has no field '\w+'; [^\n]*$") as caught:
         make()
     assert said in str(caught.value)

@@ -117,7 +117,6 @@ def test_replay_prints_a_line_a_forward_and_stops_after_steps(model, killed, cap
 
 
 def test_replay_that_fails_again_ends_as_the_first_time(model, killed, monkeypatch):
-    """Item 13."""
     path, _, _ = killed
     engine, request_id = resume(snapshot.load_snapshot(path), 0, model)
 
@@ -253,13 +252,8 @@ def damage(path, tmp_path, change):
         ),
     ],
 )
-def test_damaged_snapshot_is_one_line(killed, tmp_path, capsys, change, reported):
-    folder = damage(killed[0], tmp_path, change)
-    assert main(["replay", str(folder)]) == 1
-    err = capsys.readouterr().err
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert reported in err
+def test_damaged_snapshot_is_one_line(killed, tmp_path, fails, change, reported):
+    assert reported in fails(1, "replay", str(damage(killed[0], tmp_path, change)))
 
 
 HOSTILE = [None, -1, 10**30, "x", [], {}, 1e308, [10**9], True, ["\n" * 9]]
@@ -340,13 +334,12 @@ def test_a5_nobody_else_may_read_a_snapshot(killed):
     assert killed[0].stat().st_mode & 0o777 == 0o700
 
 
-def test_path_and_sample_that_are_not_there(killed, tmp_path, capsys):
-    assert main(["replay", str(tmp_path)]) == 1
-    assert "is no snapshot: there is no snapshot.json in it" in capsys.readouterr().err
-    assert main(["replay", str(killed[0]), "--sample", "2"]) == 2
-    assert "--sample 2: the snapshot holds 2 texts" in capsys.readouterr().err
-    assert main(["replay", str(killed[0]), "--model", "builtin:tiny-sdar"]) == 1
-    assert "'builtin:tiny-sdar' is not the snapshot's" in capsys.readouterr().err
+def test_path_and_sample_that_are_not_there(killed, tmp_path, fails):
+    path = str(killed[0])
+    assert "is no snapshot: there is no snapshot.json in it" in fails(1, "replay", str(tmp_path))
+    assert "--sample 2: the snapshot holds 2 texts" in fails(2, "replay", path, "--sample", "2")
+    said = fails(1, "replay", path, "--model", "builtin:tiny-sdar")
+    assert "'builtin:tiny-sdar' is not the snapshot's" in said
 
 
 def test_strategy_is_found_again_by_its_name(tmp_path):

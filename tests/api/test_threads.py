@@ -94,7 +94,7 @@ def test_spawned_child_answers_as_its_parent(llm, alone, random_folder):
 
 
 def test_a_panic_of_the_tokenizer_ends_its_request_alone(llm, alone, monkeypatch):
-    """Item 18: pyo3's PanicException is no `Exception`."""
+    """Pyo3's PanicException is no `Exception`."""
 
     class Panic(BaseException):
         pass
@@ -123,7 +123,6 @@ class BrokenByFour(MultiBD):
 
 
 def test_a_step_that_four_rows_cannot_take_ends_those_requests_only(random_folder):
-    """Item 15."""
     strategy = BrokenByFour(block_size=8, buffer_size=2)
     llm = dj.LLM(random_folder, strategy, warm_up=False, max_num_seqs=4, max_model_len=64)
     for output in llm.generate(PROMPTS[:4], PARAMS, use_tqdm=False):

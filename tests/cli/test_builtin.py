@@ -58,8 +58,7 @@ def test_defaults_are_those_of_multi_bd(model):
     assert (chosen.block_size, chosen.buffer_size) == (32, 4)
 
 
-def test_command_solves_a_problem_and_counts(model, capsys, monkeypatch):
-    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
+def test_command_solves_a_problem_and_counts(model, capsys, no_compile_cache):
     assert main(["generate", "--seed", "0"]) == 0
     shown = capsys.readouterr().out
     expected = problem("plain", 0, 0, heldout=True)

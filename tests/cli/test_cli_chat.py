@@ -93,7 +93,7 @@ def test_turn_that_is_too_long_is_dropped(argv, answer, capsys, monkeypatch):
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_control_characters_reach_a_terminal_as_text(argv, capsys, monkeypatch, is_terminal):
-    """Item 14: a pipe gets them as they are."""
+    """A pipe gets them as they are."""
 
     def follow(engine, request_ids, stop):
         for text in ("a", "a\x1b[2J"):
@@ -111,7 +111,7 @@ def test_control_characters_reach_a_terminal_as_text(argv, capsys, monkeypatch, 
 def test_control_characters_of_a_failure_reach_a_terminal_as_text(
     argv, capsys, monkeypatch, is_terminal
 ):
-    """Item 14: what a template or tokenizer says may hold them too."""
+    """What a template or tokenizer says may hold them too."""
 
     def follow(engine, request_ids, stop):
         one = SimpleNamespace(text="", finish_reason="error")

@@ -319,7 +319,6 @@ def test_watch_without_a_terminal_prints_a_line_a_forward(model, random_folder, 
 
 
 def test_control_characters_reach_a_terminal_as_text():
-    """Item 14."""
     out = io.StringIO()
     frame = Frame(nfe=1, committed="a\x1b[2J", cells=("\x00", None), num_settled=0)
     Watch(out, tty=True).show(frame)
@@ -345,7 +344,6 @@ def test_watch_draws_over_the_last_frame_in_colours(monkeypatch):
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
 def test_watch_leaves_out_what_the_terminal_does_not_take(monkeypatch, name, value):
-    """Item 10."""
     monkeypatch.setenv(name, value)
     out = io.StringIO()
     watch = Watch(out, tty=True)

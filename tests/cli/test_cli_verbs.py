@@ -82,7 +82,7 @@ def test_info_tells_what_runs_here(capsys):
 
 
 def test_info_describes_a_strategy_field_by_field(capsys, tmp_path):
-    """Item 7: what it does, its source, and each field with range and default."""
+    """What it does, its source, and each field with range and default."""
     assert main(["info", "multi_bd", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["does"].startswith("Multi-block diffusion: ")

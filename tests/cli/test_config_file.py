@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dllm_jax.cli.entry import main, parse
+from dllm_jax.cli.entry import parse
 from dllm_jax.serve.text import TextSide
 from dllm_jax.serve.wire import Turn
 from tests.serve.scripted import make
@@ -69,14 +69,13 @@ def test_the_file_of_the_page_is_read(tmp_path):
         ("a.json", "{}", ("must end in .yaml",)),
     ],
 )
-def test_all_that_is_wrong_in_a_file_is_told_in_one_line(tmp_path, capsys, name, text, said):
+def test_all_that_is_wrong_in_a_file_is_told_in_one_line(tmp_path, fails, name, text, said):
     (tmp_path / name).write_text(text)
-    assert main(["serve", "--config", str(tmp_path / name)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = fails(2, "serve", "--config", str(tmp_path / name))
     assert [one for one in said if one not in line] == []
 
 
-def test_a_template_from_a_file_is_what_chats_are_written_in(tmp_path, capsys):
+def test_a_template_from_a_file_is_what_chats_are_written_in(tmp_path, fails):
     facts = make({}, lambda *_: None).facts
     facts.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
     text = TextSide(facts)
@@ -87,5 +86,4 @@ def test_a_template_from_a_file_is_what_chats_are_written_in(tmp_path, capsys):
     finally:
         text.close()
     (tmp_path / "broken").write_text("{% for m in %}")
-    assert main(["serve", "--chat-template", str(tmp_path / "broken")]) == 2
-    assert "is no Jinja" in capsys.readouterr().err
+    assert "is no Jinja" in fails(2, "serve", "--chat-template", str(tmp_path / "broken"))

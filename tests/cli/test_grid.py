@@ -13,6 +13,8 @@ from dllm_jax.engine.requests import DraftMetrics
 from dllm_jax.strategies import BlockDiffusion, MultiBD
 from dllm_jax.tasks import evaluate, plot, summary
 
+pytestmark = pytest.mark.usefixtures("no_compile_cache")
+
 
 @pytest.mark.parametrize(
     ("text", "values"),
@@ -113,7 +115,6 @@ def test_50_1_an_outcome_is_stored_whole():
 
 
 def test_50_1_a_run_that_was_cut_off_goes_on(random_folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
     ran = []
 
     def sweep(model, strategy, settings, of, *, progress, **how):

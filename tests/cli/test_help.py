@@ -24,7 +24,6 @@ def children(parser):
 
 @pytest.mark.parametrize("verb", entry.VERBS)
 def test_help_says_every_default(verb):
-    """Item 10."""
     parser = children(entry.build_parser(verb))[verb]
     silent = [
         action.option_strings[-1]
@@ -44,7 +43,7 @@ def test_help_says_every_default(verb):
     [([], None), (["--warm-up-constraints"], True), (["--no-warm-up-constraints"], False)],
 )
 def test_serve_passes_on_whether_programs_of_constraints_are_compiled(flag, given, monkeypatch):
-    """Issue 46: None is the engine's own choice, by the device."""
+    """None is the engine's own choice, by the device."""
     from dllm_jax.api import llm
     from dllm_jax.cli import serve
 
@@ -56,7 +55,6 @@ def test_serve_passes_on_whether_programs_of_constraints_are_compiled(flag, give
 
 
 def test_help_of_train_says_what_the_recipes_set():
-    """Item 10."""
     from dllm_jax.cli.train import DEFAULTS, KINDS, OPTIONS
     from dllm_jax.training import command
 
@@ -84,7 +82,6 @@ def test_help_of_train_says_what_the_recipes_set():
 
 @pytest.mark.parametrize("verb", entry.VERBS)
 def test_help_ends_with_two_examples_that_parse(verb, capsys):
-    """Item 10."""
     assert entry.main([verb, "--help"]) == 0
     lines = capsys.readouterr().out.partition("\nexamples:\n")[2].splitlines()
     assert len(lines) == 2
@@ -98,7 +95,7 @@ def test_help_ends_with_two_examples_that_parse(verb, capsys):
     "words", [["generate", "x"], ["replay", "x"], ["trace"], ["bench", "step"], ["chat"]]
 )
 def test_every_back_end_of_attention_can_be_named(words):
-    """Item 10: mosaic is the one that Hopper uses by itself."""
+    """Mosaic is the one that Hopper uses by itself."""
     from typing import get_args
 
     from dllm_jax.kernels.paged_attention.api import Implementation
@@ -109,19 +106,17 @@ def test_every_back_end_of_attention_can_be_named(words):
 
 
 def test_one_of_something_is_no_plural():
-    """Item 10."""
     assert (count(1, "token"), count(0, "token")) == ("1 token", "0 tokens")
     assert figures([], None, 0.0).startswith("0 tokens, 0 forwards, ")
 
 
 def test_a_negative_overhead_is_said_in_words():
-    """Item 10: the bare loop can be slower by chance."""
+    """The bare loop can be slower by chance."""
     assert bench._overhead(0.0123) == "host overhead 1.2%"
     assert "-" not in bench._overhead(-0.993)
 
 
 def test_the_command_alone_prints_its_help(capsys):
-    """Issue 50."""
     assert entry.main([]) == 0
     printed = capsys.readouterr().out
     assert all(f"\n    {verb}" in printed for verb in entry.VERBS)
@@ -129,7 +124,7 @@ def test_the_command_alone_prints_its_help(capsys):
 
 @pytest.mark.parametrize("verb", entry.VERBS)
 def test_an_output_has_one_name_in_every_verb(verb):
-    """Issue 50: --output, or --out for short."""
+    """--output, or --out for short."""
     parser = children(entry.build_parser(verb))[verb]
     for each in (parser, *children(parser).values()):
         for action in each._actions:
@@ -139,7 +134,7 @@ def test_an_output_has_one_name_in_every_verb(verb):
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 def test_the_shell_completes_verbs_flags_and_choices(capsys):
-    """Issue 50: the printed script, run by bash."""
+    """The printed script, run by bash."""
     assert entry.main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     asked = {

@@ -104,7 +104,7 @@ FIRST = "import sys; from dllm_jax.cli import main; print(flush=True); sys.exit(
 @pytest.mark.slow(r"0\.5|0\.8")
 @pytest.mark.parametrize("wait", [0.01, 0.03, 0.06, 0.1, 0.14, 0.2, 0.3, 0.5, 0.8])
 def test_a_signal_while_the_command_starts_is_a_line_and_a_status(wait):
-    """Item 20: also in the imports, and when the signal has to be sent again."""
+    """Also in the imports, and when the signal has to be sent again."""
     # However fast it starts, it waits after its first forward.
     watch = ["--watch", "--watch-delay", "60"]
     command = [sys.executable, "-c", FIRST, "generate", "--seed", "7", *watch]
@@ -120,7 +120,7 @@ def test_a_signal_while_the_command_starts_is_a_line_and_a_status(wait):
 
 
 def test_a_signal_before_the_verb_begins_is_a_line_and_a_status(monkeypatch, capsys):
-    """Item 20: while the thread that watches for signals starts."""
+    """While the thread that watches for signals starts."""
 
     def start(self):
         signal.raise_signal(signal.SIGTERM)
@@ -137,7 +137,7 @@ def test_a_signal_before_the_verb_begins_is_a_line_and_a_status(monkeypatch, cap
 
 
 def test_little_is_imported_before_signals_are_caught():
-    """Item 20: what is imported before prints a traceback; `importlib.abc` alone takes 30 ms."""
+    """What is imported before prints a traceback; `importlib.abc` alone takes 30 ms."""
     code = "import dllm_jax.cli, sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     heavy = {"argparse", "importlib.abc", "inspect", "pathlib", "dllm_jax.cli.entry"}

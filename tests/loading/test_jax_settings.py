@@ -110,7 +110,7 @@ def test_what_a_killed_process_left_goes_at_the_next_start_and_the_rest_stays(mo
 @pytest.mark.versions
 @pytest.mark.parametrize("damage", ["cut", "garbled", "foreign", "emptied"])
 def test_a_damaged_entry_is_replaced_at_the_next_start(damage):
-    """Item 20: JAX itself would report it at every start, and never write it again."""
+    """JAX itself would report it at every start, and never write it again."""
     turn_on()
     assert triple(4) == 12
     (entry,) = entries().values()
@@ -128,7 +128,7 @@ def test_a_damaged_entry_is_replaced_at_the_next_start(damage):
 
 @pytest.mark.versions
 def test_an_entry_is_unpacked_once(monkeypatch):
-    """Item 20: a start costs the entries that are new, not the whole folder."""
+    """A start costs the entries that are new, not the whole folder."""
     turn_on()
     assert triple(4) == 12
     (entry,) = entries().values()

@@ -171,7 +171,7 @@ DOUBLED = "{% for i in range(60) %}{% set ns.x = ns.x OP ns.x %}{% endfor %}{{ n
     ],
 )
 def test_a_template_that_would_not_end_is_refused(template, monkeypatch):
-    """Item 16: also where one operation of C code takes all the time, or all the memory."""
+    """Also where one operation of C code takes all the time, or all the memory."""
     monkeypatch.setattr(templates, "MOST_SECONDS", 0.3)
     tokenizer = SimpleNamespace(
         chat_template=template, get_chat_template=lambda *_: template, special_tokens_map={}

@@ -68,7 +68,6 @@ def test_service_and_budget_select_the_pods():
 
 
 def test_pods_follow_the_queue_and_keep_what_is_compiled():
-    """Issue 50, item 8."""
     found = manifest()
     deployment, scaler = found["Deployment"], found["HorizontalPodAutoscaler"]["spec"]
     target = {"kind": "Deployment", "name": deployment["metadata"]["name"]}
@@ -81,7 +80,6 @@ def test_pods_follow_the_queue_and_keep_what_is_compiled():
 
 
 def test_alerts_are_about_metrics_and_states_that_exist():
-    """Issue 50, item 8."""
     (group,) = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"]
     assert len(group["rules"]) >= 5
     for rule in group["rules"]:

@@ -192,8 +192,7 @@ def test_make_targets_of_the_documents_exist():
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_drafting_page_give_its_figures(capsys, monkeypatch):
-    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
+def test_the_commands_of_the_drafting_page_give_its_figures(capsys, no_compile_cache):
     page = ROOT / "docs" / "dflash.md"
     text = page.read_text(encoding="utf-8")
     generate, evaluate = commands(blocks(page, "bash")[0][1])

@@ -53,9 +53,8 @@ def test_step_function_fills_the_surest_half_of_the_holes(my_step):
 
 @pytest.mark.slow
 def test_step_function_runs_from_the_library_and_the_command_line(
-    my_step, random_folder, capsys, monkeypatch
+    my_step, random_folder, capsys, no_compile_cache
 ):
-    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
     model = dj.load(random_folder)
     prompt = "Ann has 3 pens."
     ids = model.tokenizer(f"<|user|>{prompt}<|assistant|>")["input_ids"]

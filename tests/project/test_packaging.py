@@ -205,7 +205,7 @@ ORDERS = (["strategies.multi_bd"], ["dllm_jax.strategies.multi_bd", "dllm_jax.co
 @pytest.mark.long
 @pytest.mark.parametrize("order", ORDERS)
 def test_each_module_exists_once_in_either_order(order, tmp_path):
-    """Issue 47: each module exists once and names its real file, where a breakpoint is hit."""
+    """Each module exists once and names its real file, where a breakpoint is hit."""
     run_installed(ROOT, tmp_path, "-c", SAME_MODULES, str(ROOT), *order)
 
 
@@ -217,7 +217,7 @@ def git(folder, *words):
 
 @pytest.mark.long
 def test_wheel_and_import_of_a_clone_without_links_name_the_remedy(tmp_path):
-    """Issue 47: links are text files after `git clone -c core.symlinks=false`."""
+    """Links are text files after `git clone -c core.symlinks=false`."""
     origin, clone = tmp_path / "origin", tmp_path / "clone"
     caches = shutil.ignore_patterns("__pycache__", "builtin")
     for folder in PACKAGES:
@@ -243,7 +243,7 @@ def test_wheel_and_import_of_a_clone_without_links_name_the_remedy(tmp_path):
 
 @pytest.mark.long
 def test_an_editable_wheel_exposes_the_packages_alone(tmp_path, project):
-    """Issue 47: `pip install -e .` put the whole checkout on the path, `tests` as well.
+    """`pip install -e .` put the whole checkout on the path, `tests` as well.
 
     What it imports must be a dependency: uv installs no others, and the package was not found.
     """
@@ -284,7 +284,7 @@ for line in ("from strategies import AR", "import strategies.core", "import stra
 
 @pytest.mark.slow
 def test_foreign_packages_first_on_the_path_break_nothing(tmp_path):
-    """Item 1: the checkout's own modules, and the error of a user's file that met a foreign one."""
+    """The checkout's own modules, and the error of a user's file that met a foreign one."""
     for folder in LINKS:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "__init__.py").write_text('NAME = "foreign"\n', encoding="utf-8")
@@ -310,7 +310,7 @@ SHORT_NAMES = re.compile(
 
 
 def test_project_and_documents_import_through_dllm_jax():
-    """Item 1. Only the programs of this file may use the short names."""
+    """Only the programs of this file may use the short names."""
     pages = [page for kind in ("*.md", "*.py") for page in ROOT.glob(kind)]
     for folder in ("dllm_jax", *LINKS, "tests", "benchmarks", "examples", "docs"):
         pages += [page for kind in ("*.md", "*.py") for page in (ROOT / folder).rglob(kind)]

@@ -23,10 +23,9 @@ ANSWER = "The answer is 497."
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
+def run(monkeypatch, no_compile_cache, capsys, tmp_path):
     """Run a command: its exit status, and what it wrote to both streams."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
 
     def run(*argv, says="", status=0, stdin=""):

@@ -41,7 +41,7 @@ def model():
 
 
 @pytest.fixture
-def once(model, monkeypatch):
+def once(model, monkeypatch, no_compile_cache):
     """The built-in model is loaded once, as the default of each command."""
     load = dj.load
 
@@ -53,7 +53,6 @@ def once(model, monkeypatch):
         return load(src, dtype, revision, lora, progress, quantization)
 
     monkeypatch.setattr(dj, "load", loaded)
-    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
 
 
 def wrong(argv, capsys):

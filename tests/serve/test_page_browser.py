@@ -93,7 +93,6 @@ def test_a_text_is_asked_for_watched_and_stepped_through_by_keys(tab, server):
 
 
 def test_the_empty_page_says_what_the_model_knows_and_asks_its_examples(tab, server):
-    """Issue 50."""
     visit(tab, server)
     assert "solves word problems" in tab.run("document.getElementById('about').textContent")
     texts = tab.run("[...document.querySelectorAll('#examples button')].map(b => b.textContent)")

@@ -12,8 +12,9 @@ import pytest
 import dllm_jax as dj
 from dllm_jax.cli import main
 from dllm_jax.tasks import evaluate, summary
+from dllm_jax.tasks.problems import problem
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("no_compile_cache")]
 
 COUNT = 5
 
@@ -97,13 +98,9 @@ def test_a_batch_has_no_more_rows_than_problems(solved, monkeypatch, size, rows)
     assert all(nfe > 1 for _, nfe in seen[1:])
 
 
-@pytest.mark.slow
-def test_problems_are_held_out_and_repeatable(solved):
-    from dllm_jax.tasks.problems import problem
-
-    _, problems, _, _ = solved
+def test_problems_are_held_out_and_repeatable():
+    problems = evaluate.held_out("plain", COUNT, seed=3)
     assert problems == [problem("plain", 3, i, heldout=True) for i in range(COUNT)]
-    assert len({p.question for p in problems}) == COUNT
 
 
 def test_summary_by_hand():
@@ -197,10 +194,7 @@ def test_speedup_is_the_quotient_of_tokens_per_forward():
     assert figures["ci95"] == pytest.approx([2.0, 2.0])
 
 
-def test_command_prints_the_table_and_writes_the_object(
-    solved, random_folder, capsys, monkeypatch, tmp_path
-):
-    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
+def test_command_prints_the_table_and_writes_the_object(solved, random_folder, capsys, tmp_path):
     model, problems, _, outcome = solved
     argv = ["eval", "--model", str(random_folder), "--half", "plain", "--problems", str(COUNT)]
     argv += ["--seed", "3", "--batch-size", "2", "--no-one-token", "--max-tokens", "20"]
@@ -249,7 +243,6 @@ def test_shared_fields_go_where_they_fit(capsys):
 
 @pytest.mark.slow
 def test_table_is_there_even_if_writing_fails(random_folder, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
@@ -265,11 +258,8 @@ def test_table_is_there_even_if_writing_fails(random_folder, capsys, monkeypatch
 
 
 @pytest.mark.slow
-def test_problems_and_a_strategy_of_the_user_are_swept_and_drawn(
-    random_folder, capsys, monkeypatch, tmp_path
-):
-    """Items 7 and 8: a file of problems, a strategy file, one labelled point a setting."""
-    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
+def test_problems_and_a_strategy_of_the_user_are_swept_and_drawn(random_folder, capsys, tmp_path):
+    """A file of problems, a strategy file, one labelled point a setting."""
     (tmp_path / "p.jsonl").write_text('{"question": "1 + 1 = ?", "answer": 2}\n')
     mine = tmp_path / "my.py"
     mine.write_text(

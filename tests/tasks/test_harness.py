@@ -9,7 +9,6 @@ import types
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.cli import main
 from dllm_jax.tasks.harness import read_tasks
 
 
@@ -53,6 +52,9 @@ class Task:
         return {"exact_match": float(results == [doc["answer"]]), "other": 0.0}
 
 
+pytestmark = pytest.mark.usefixtures("no_compile_cache")
+
+
 @pytest.fixture
 def tasks(monkeypatch):
     found = {"sums": Task(), "choice": Task("multiple_choice"), "group": {"inner": Task()}}
@@ -90,9 +92,8 @@ def test_what_is_no_task_that_generates_is_refused(random_folder, tasks, tmp_pat
         read_tasks(model, ["nothing"], folder=str(tmp_path))
 
 
-def test_without_the_harness_the_error_names_the_package(random_folder, capsys, monkeypatch):
-    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
+def test_without_the_harness_the_error_names_the_package(random_folder, fails, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    assert main(["eval", "--model", str(random_folder), "--tasks", "gsm8k"]) == 1
-    assert "pip install 'lm-eval>=0.4.9'" in capsys.readouterr().err
+    said = fails(1, "eval", "--model", str(random_folder), "--tasks", "gsm8k")
+    assert "pip install 'lm-eval>=0.4.9'" in said

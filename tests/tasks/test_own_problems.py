@@ -2,7 +2,6 @@
 
 import pytest
 
-from dllm_jax.cli import main
 from dllm_jax.tasks.own_problems import read_problems, scorer
 from dllm_jax.tasks.problems import Problem
 
@@ -47,6 +46,5 @@ def test_problems_of_a_file_are_read_or_the_line_is_named(tmp_path):
         (["--plot", "x.txt"], "must end in .svg, .png or .pdf"),
     ],
 )
-def test_wrong_flags_of_own_problems_are_named(argv, reported, capsys):
-    assert main(["eval", *argv]) == 2
-    assert reported in capsys.readouterr().err
+def test_wrong_flags_of_own_problems_are_named(argv, reported, fails):
+    assert reported in fails(2, "eval", *argv)

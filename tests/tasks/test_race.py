@@ -161,8 +161,7 @@ def test_aup_is_d3llms():
 
 
 @pytest.mark.slow
-def test_command_writes_what_every_verb_reads(random_folder, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
+def test_command_writes_what_every_verb_reads(random_folder, capsys, no_compile_cache, tmp_path):
     out, plot, tuned = (tmp_path / name for name in ("r.json", "front.svg", "tuned.json"))
     argv = ["tune", "--model", str(random_folder), "--half", "plain", "--problems", "10"]
     argv += ["--max-tokens", "8", "--batch-size", "4", "--block-size", "8"]
@@ -200,13 +199,12 @@ def test_command_writes_what_every_verb_reads(random_folder, capsys, monkeypatch
         ('{"strategy": "multi_bd", "fields": {"nonsense": 1}}', "has no such field"),
     ],
 )
-def test_a_config_that_is_none_is_refused(content, said, capsys, tmp_path):
+def test_a_config_that_is_none_is_refused(content, said, fails, tmp_path):
     path = tmp_path / "tuned.json"
     if content is not None:
         path.write_text(content)
     argv = ["generate", "x", "--strategy", "multi_bd", "--strategy-config", str(path)]
-    assert main(argv) == 2
-    assert said in capsys.readouterr().err
+    assert said in fails(2, *argv)
 
 
 @pytest.mark.long
@@ -224,9 +222,8 @@ def test_a_config_that_is_none_is_refused(content, said, capsys, tmp_path):
         ("--grid accept_threshold=0.5 --out /nowhere/x", "cannot be written"),
     ],
 )
-def test_what_cannot_be_raced_is_refused(words, said, capsys):
-    assert main(["tune", *words.split()]) == 2
-    assert said in capsys.readouterr().err
+def test_what_cannot_be_raced_is_refused(words, said, fails):
+    assert said in fails(2, "tune", *words.split())
 
 
 def test_a_race_ends_where_those_left_are_as_fast_within_the_tie():

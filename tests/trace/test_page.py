@@ -300,7 +300,7 @@ TEXT = " one two three four five."
 @pytest.mark.long
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
 def test_the_window_is_seen_when_the_page_opens(browse, chromium, width, height):
-    """Issue 50: a row of its cells at least, on a laptop and on a phone, without scrolling."""
+    """A row of its cells at least, on a laptop and on a phone, without scrolling."""
     press = browse(page_of(FAST), width=width, height=height)
     place = "document.querySelector('.block.window .cell').getBoundingClientRect().bottom"
     assert chromium.run(f"{place} < document.getElementById('controls').offsetTop")

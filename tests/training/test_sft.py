@@ -124,8 +124,7 @@ def test_50_4_other_files_are_refused_by_line(tmp_path, line, words):
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", ["4", "0"])
-def test_50_4_a_run_learns_its_file_and_is_read_back(data, tmp_path, rank, monkeypatch):
-    monkeypatch.setattr("dllm_jax.loading.jax_settings.enable_compile_cache", lambda: None)
+def test_50_4_a_run_learns_its_file_and_is_read_back(data, tmp_path, rank, no_compile_cache):
     argv = ["train", "sft", "--data", data, "--out", str(tmp_path / "run"), "--lora-rank", rank]
     argv += ["--steps", "60", "--batch-size", "8", "--row-tokens", "32", "--dtype", "float32"]
     assert main([*argv, "--adam-lr", "0.003", "--log-every", "20"]) == 0
@@ -137,8 +136,7 @@ def test_50_4_a_run_learns_its_file_and_is_read_back(data, tmp_path, rank, monke
     assert (model.config, model.defaults.strategy) == (before.config, before.defaults.strategy)
 
 
-def test_50_4_fine_tuning_needs_data_and_whole_batches(capsys, data, tmp_path):
+def test_50_4_fine_tuning_needs_data_and_whole_batches(fails, data, tmp_path):
     with pytest.raises(ValueError, match="batch_size=3 must be a multiple of the 8 devices"):
         sft.train(sft.TrainConfig(data=data, batch_size=3), tmp_path / "run")
-    assert main(["train", "sft", "--out", "x"]) == 2
-    assert "train sft needs --data: give a .jsonl file" in capsys.readouterr().err
+    assert "train sft needs --data: give a .jsonl file" in fails(2, "train", "sft", "--out", "x")
