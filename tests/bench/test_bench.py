@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax.bench import measure, numbers, roofline, throughput, workload
+from dllm_jax.bench import measure, numbers, throughput, workload
 from dllm_jax.bench.fixed import FixedWork, most_tokens
-from dllm_jax.models.dense import param_shapes
 from dllm_jax.strategies.core import blocks
 from dllm_jax.strategies.testing.script import run_script
 from dllm_jax.tasks.problems import problem
@@ -295,42 +294,6 @@ def test_percentiles_leave_out_what_is_not_there():
     values = [*range(101), None]
     assert numbers.percentiles(values) == pytest.approx({"p50": 50, "p90": 90, "p99": 99})
     assert numbers.percentiles([None]) is None
-
-
-def test_the_floor_is_that_of_the_shapes():
-    from dllm_jax.models.families import parse_config
-    from dllm_jax.models.published import PUBLISHED
-
-    cfg = parse_config(PUBLISHED["JetLM/SDAR-1.7B-Chat"])[1]
-    params = param_shapes(cfg, jnp.bfloat16)
-    model = SimpleNamespace(
-        config=cfg, params=params, shapes=params, split=None, kv_dtype=jnp.dtype("bfloat16")
-    )
-    alone = roofline.floor_ms(model, 1, 32, 0, "NVIDIA H200")
-    assert alone == pytest.approx(0.80, abs=0.01)  # weights once, at 4.3 TB/s
-    # 28 layers x 8 heads x 128 x 2 (K and V) x 2 bytes a token of context.
-    with_context = roofline.floor_ms(model, 1, 32, 1000, "NVIDIA H200")
-    assert with_context - alone == pytest.approx(114_688 * 1000 / 4.3e12 * 1e3)
-    # At 128 slots of 128 cells operations decide: 2 x 1.7 G x 16384 at 790 TFLOP/s.
-    assert roofline.floor_ms(model, 128, 128, 0, "NVIDIA H200") == pytest.approx(72, rel=0.03)
-    assert roofline.floor_ms(model, 1, 32, 0, "cpu") is None
-
-
-def test_the_floor_counts_the_experts_that_are_hit():
-    from dllm_jax.models import moe
-    from dllm_jax.models.families import parse_config
-    from dllm_jax.models.published import PUBLISHED
-
-    cfg = parse_config(PUBLISHED["inclusionAI/LLaDA2.0-mini"])[1]
-    params = moe.param_shapes(cfg, jnp.bfloat16)
-    model = SimpleNamespace(
-        config=cfg, params=params, shapes=params, split=None, kv_dtype=jnp.dtype("bfloat16")
-    )
-    # 0.29 ms of weights that every step reads, 7.12 of experts, of which 32 cells that choose 8 of
-    # 256 hit 64 %, and 4096 all.
-    assert roofline.floor_ms(model, 1, 32, 0, "NVIDIA H200") == pytest.approx(4.83, rel=0.02)
-    # 1.1 G weights a cell, at 790 TFLOP/s: there operations decide.
-    assert roofline.floor_ms(model, 32, 128, 0, "NVIDIA H200") == pytest.approx(11.5, rel=0.02)
 
 
 # --- work ---------------------------------------------------------------------------------------

@@ -133,6 +133,27 @@ def test_the_floor_in_turn_counts_experts():
     assert roofline.parts_ms(roofline.step_parts(model, 8, 4, 32, 512), "cpu") is None
 
 
+def test_the_floor_is_that_of_the_shapes():
+    model = published("JetLM/SDAR-1.7B-Chat")
+    alone = roofline.floor_ms(model, 1, 32, 0, H200)
+    assert alone == pytest.approx(0.80, abs=0.01)  # weights once, at 4.3 TB/s
+    # 28 layers x 8 heads x 128 x 2 (K and V) x 2 bytes a token of context.
+    with_context = roofline.floor_ms(model, 1, 32, 1000, H200)
+    assert with_context - alone == pytest.approx(114_688 * 1000 / 4.3e12 * 1e3)
+    # At 128 slots of 128 cells operations decide: 2 x 1.7 G x 16384 at 790 TFLOP/s.
+    assert roofline.floor_ms(model, 128, 128, 0, H200) == pytest.approx(72, rel=0.03)
+    assert roofline.floor_ms(model, 1, 32, 0, "cpu") is None
+
+
+def test_the_floor_counts_the_experts_that_are_hit():
+    model = published("inclusionAI/LLaDA2.0-mini")
+    # 0.29 ms of weights that every step reads, 7.12 of experts, of which 32 cells that choose 8 of
+    # 256 hit 64 %, and 4096 all.
+    assert roofline.floor_ms(model, 1, 32, 0, H200) == pytest.approx(4.83, rel=0.02)
+    # 1.1 G weights a cell, at 790 TFLOP/s: there operations decide.
+    assert roofline.floor_ms(model, 32, 128, 0, H200) == pytest.approx(11.5, rel=0.02)
+
+
 def test_devices_that_share_a_model_share_its_floor_and_tell_each_other_sums():
     alone = published("JetLM/SDAR-8B-Chat")
     several = published("JetLM/SDAR-8B-Chat", SimpleNamespace(num_parts=4))

@@ -93,36 +93,23 @@ def test_turn_that_is_too_long_is_dropped(argv, answer, capsys, monkeypatch):
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_control_characters_reach_a_terminal_as_text(argv, capsys, monkeypatch, is_terminal):
-    """A pipe gets them as they are."""
+    """A pipe gets them as they are. What a template or tokenizer says may hold them too."""
 
     def follow(engine, request_ids, stop):
+        error = errors.pop(0)
         for text in ("a", "a\x1b[2J"):
             one = SimpleNamespace(text=text, finish_reason="stop")
-            yield SimpleNamespace(outputs=[one], error=None)
+            yield SimpleNamespace(outputs=[one], error=error)
 
+    errors, shown = [None, "bad \x1b[2J"], "\\x1b[2J" if is_terminal else "\x1b[2J"
     monkeypatch.setattr("dllm_jax.cli.engine.follow", follow)
-    typed(monkeypatch, FIRST)
+    typed(monkeypatch, FIRST, SECOND)
     monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
-    assert main(argv) == 0
-    assert capsys.readouterr().out == ("a\\x1b[2J\n" if is_terminal else "a\x1b[2J\n")
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_control_characters_of_a_failure_reach_a_terminal_as_text(
-    argv, capsys, monkeypatch, is_terminal
-):
-    """What a template or tokenizer says may hold them too."""
-
-    def follow(engine, request_ids, stop):
-        one = SimpleNamespace(text="", finish_reason="error")
-        yield SimpleNamespace(outputs=[one], error="bad \x1b[2J")
-
-    monkeypatch.setattr("dllm_jax.cli.engine.follow", follow)
-    typed(monkeypatch, FIRST)
     monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
     assert main(argv) == 0
-    said = "bad \\x1b[2J" if is_terminal else "bad \x1b[2J"
-    assert f"note: {said}; this turn is dropped" in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert captured.out.startswith(f"a{shown}\n")
+    assert f"note: bad {shown}; this turn is dropped" in captured.err
 
 
 def signal_at_step(monkeypatch, number, after):
@@ -212,7 +199,7 @@ def test_end_of_input_at_the_prompt(argv, capsys, monkeypatch):
         ),
     ],
 )
-def test_model_that_cannot_chat_is_one_line(random_folder, tmp_path, capsys, gone, reported):
+def test_model_that_cannot_chat_is_one_line(random_folder, tmp_path, fails, gone, reported):
     bare = tmp_path / "bare"
     shutil.copytree(random_folder, bare, ignore=shutil.ignore_patterns(*gone))
     config = bare / "tokenizer_config.json"
@@ -220,6 +207,4 @@ def test_model_that_cannot_chat_is_one_line(random_folder, tmp_path, capsys, gon
         layout = json.loads(config.read_text())
         del layout["chat_template"]
         config.write_text(json.dumps(layout))
-    assert main(["chat", "--model", str(bare)]) == 1
-    err = capsys.readouterr().err
-    assert err == f"error: model '{bare}' {reported}\n"
+    assert fails(1, "chat", "--model", str(bare)) == f"model '{bare}' {reported}"

@@ -328,55 +328,44 @@ def test_control_characters_reach_a_terminal_as_text():
     assert shown("\x1b", tty=False) == "\x1b"
 
 
-def test_watch_draws_over_the_last_frame_in_colours(monkeypatch):
+def drawn(monkeypatch, *frames, **variables):
+    """What a terminal is sent for some frames, and to clear the last one."""
     monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
+    for name, value in ({"TERM": "xterm"} | variables).items():
+        monkeypatch.setenv(name, value)
     out = io.StringIO()
     watch = Watch(out, tty=True)
-    watch.show(Frame(nfe=1, committed="ab", cells=(None, "x", None), num_settled=0))
-    watch.show(Frame(nfe=2, committed="ab", cells=("w", "x", None), num_settled=2))
+    for number, (committed, cells, num_settled) in enumerate(frames, 1):
+        watch.show(Frame(number, committed, cells, num_settled))
     watch.clear()
-    first, second, cleared = out.getvalue().split("\x1b[2A\r\x1b[J")
+    return out.getvalue()
+
+
+def test_watch_draws_over_the_last_frame_in_colours(monkeypatch):
+    frames = ("ab", (None, "x", None), 0), ("ab", ("w", "x", None), 2)
+    first, second, cleared = drawn(monkeypatch, *frames).split("\x1b[2A\r\x1b[J")
     assert first == "forward 1\nab\x1b[90m·\x1b[33mx\x1b[90m·\x1b[0m\n"
     assert second == "forward 2\nab\x1b[32mwx\x1b[90m·\x1b[0m\n"
     assert cleared == ""
 
 
-@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_watch_leaves_out_what_the_terminal_does_not_take(monkeypatch, name, value):
-    monkeypatch.setenv(name, value)
-    out = io.StringIO()
-    watch = Watch(out, tty=True)
-    watch.show(Frame(nfe=1, committed="ab", cells=("\x1b", None), num_settled=0))
-    watch.show(Frame(nfe=2, committed="ab", cells=("w", None), num_settled=2))
-    watch.clear()
-    if name == "NO_COLOR":
-        drawn = "forward 2\nabw·\n"
-        assert out.getvalue().split("\x1b[2A\r\x1b[J") == ["forward 1\nab\\x1b·\n", drawn, ""]
-    else:
-        assert out.getvalue() == "forward   1 |\\x1b·|\nforward   2 |w·|\n"
+def test_watch_leaves_out_what_the_terminal_does_not_take(monkeypatch):
+    frames = ("ab", ("\x1b", None), 0), ("ab", ("w", None), 2)
+    plain = drawn(monkeypatch, *frames, NO_COLOR="1").split("\x1b[2A\r\x1b[J")
+    assert plain == ["forward 1\nab\\x1b·\n", "forward 2\nabw·\n", ""]
+    dumb = drawn(monkeypatch, *frames, TERM="dumb")
+    assert dumb == "forward   1 |\\x1b·|\nforward   2 |w·|\n"
 
 
 def test_watch_counts_wrapped_lines(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "10")
-    out = io.StringIO()
-    watch = Watch(out, tty=True)
-    watch.show(Frame(nfe=1, committed="0123456789abcde", cells=(), num_settled=0))
-    watch.clear()
-    assert out.getvalue().endswith("\x1b[3A\r\x1b[J")
+    said = drawn(monkeypatch, ("0123456789abcde", (), 0), COLUMNS="10")
+    assert said.endswith("\x1b[3A\r\x1b[J")
 
 
 def test_watch_keeps_to_the_lines_and_columns_of_the_terminal(monkeypatch):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "4")
-    monkeypatch.setenv("LINES", "5")
-    out = io.StringIO()
-    watch = Watch(out, tty=True)
-    watch.show(Frame(nfe=1, committed="abcdefgh日本語", cells=("w", "xyz", None), num_settled=1))
-    watch.clear()
+    frame = "abcdefgh日本語", ("w", "xyz", None), 1
     green, yellow, grey = "\x1b[32m", "\x1b[33m", "\x1b[90m"
     # rows: abcd | efgh | 日本 | 語wx | yz·, of which the last three fit under the heading
     rows = ["forward 1", "日本", f"語{green}w{yellow}x", f"{yellow}yz{grey}·\x1b[0m", ""]
-    assert out.getvalue() == "\n".join(rows) + "\x1b[4A\r\x1b[J"
+    said = drawn(monkeypatch, frame, COLUMNS="4", LINES="5")
+    assert said == "\n".join(rows) + "\x1b[4A\r\x1b[J"
