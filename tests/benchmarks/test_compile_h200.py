@@ -2,9 +2,7 @@
 and counts what a compiled program launches. To compile for the GPU wants a plugin that is not here.
 """
 
-import sys
-from pathlib import Path
-
+import compile_h200
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,9 +10,6 @@ from jax.sharding import SingleDeviceSharding
 
 from dllm_jax.bench.step import Shape
 from dllm_jax.compile import warmup
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import compile_h200
 
 pytestmark = pytest.mark.long
 

@@ -6,11 +6,13 @@ writes what `ar` writes and that the script runs whole, small, on a CPU.
 import argparse
 import dataclasses
 import json
-import sys
 import threading
 import time
 from pathlib import Path
 
+import compare
+import dflash_gpu
+import dflash_pair
 import jax
 import jax.numpy as jnp
 import pytest
@@ -25,10 +27,6 @@ from dllm_jax.strategies.dflash import drafting
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import compare  # noqa: E402  a script, found through the path
-import dflash_gpu  # noqa: E402
-import dflash_pair  # noqa: E402
 
 (H200,) = RATES
 

@@ -3,14 +3,11 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
+import fp8_gpu
 import pytest
 
 from dllm_jax.kernels import hopper
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import fp8_gpu
 
 
 @pytest.mark.slow

@@ -1,18 +1,13 @@
 """Proves that the scripts of `benchmarks/routing_script.py` route as they say, and are counted."""
 
-import sys
-from pathlib import Path
-
+import families_gpu
 import jax
 import numpy as np
 import pytest
+from routing_script import draw_ids, scripted
 
 from dllm_jax.bench.roofline import floor_ms
 from tests.contract import models
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import families_gpu
-from routing_script import draw_ids, scripted
 
 
 @pytest.mark.parametrize(("script", "touched"), [("uniform", (158, 170)), ("48", (46, 48))])

@@ -8,18 +8,17 @@ import sys
 import time
 from pathlib import Path
 
+import compare
 import pytest
+import run_gpu
+import step_time
+from run_gpu import Section
 
 import dllm_jax as dj
 
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import compare  # noqa: E402  a script, found through the path
-import run_gpu  # noqa: E402
-import step_time  # noqa: E402
-from run_gpu import Section  # noqa: E402
 
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 ROW = {"command": "a.py", "rows": [{"shape": "1x1", "step_ms": 2.0}]}

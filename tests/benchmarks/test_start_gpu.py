@@ -3,13 +3,9 @@ and that no more programs than these are made before a first token.
 """
 
 import json
-import sys
 import time
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import start_gpu
 
 pytestmark = pytest.mark.long

@@ -188,23 +188,14 @@ def test_several_strategies_have_one_prompt():
 # --- the command ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def trace(random_folder, capsys, monkeypatch):
-    def run(*argv):
-        status = main(["trace", "How many pages?", "--model", str(random_folder), *map(str, argv)])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
-
-
 @pytest.mark.slow
-def test_command_puts_two_strategies_side_by_side(trace, tmp_path):
+def test_command_puts_two_strategies_side_by_side(random_folder, capsys, tmp_path):
     out = tmp_path / "two.html"
     specs = ("multi_bd,accept_threshold=0.02", "block_diffusion,accept_threshold=0.5")
     flags = [part for spec in specs for part in ("--strategy", spec)]
-    status, reported, _ = trace(*flags, "--max-tokens", "16", "--out", out)
-    assert status == 0
+    argv = ["trace", "How many pages?", "--model", str(random_folder), "--max-tokens", "16"]
+    assert main([*argv, *flags, "--out", str(out)]) == 0
+    reported = capsys.readouterr().out
     data = json.loads(re.search(r'id="data">(.*?)</script>', out.read_text("utf-8"))[1])
     assert [one["strategy"] for one in data] == list(specs)
     assert [one["settings"]["accept_threshold"] for one in data] == [0.02, 0.5]
@@ -212,15 +203,6 @@ def test_command_puts_two_strategies_side_by_side(trace, tmp_path):
     for spec, one, line in zip(specs, data, reported.splitlines(), strict=True):
         assert line.startswith(f"{out}, {spec}: {one['numTokens']} tokens, ")
         assert f" {one['frames'][-1]['nfe']} forwards, " in line
-
-
-@pytest.mark.slow
-def test_command_takes_fields_behind_one_strategy(trace):
-    spec = "multi_bd,accept_threshold=0.25"
-    status, reported, _ = trace("--strategy", spec, "--max-tokens", "8", "--json")
-    assert status == 0
-    assert json.loads(reported)["strategy"] == "MultiBD"
-    assert json.loads(reported)["settings"]["accept_threshold"] == 0.25
 
 
 @pytest.mark.parametrize(

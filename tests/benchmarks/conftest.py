@@ -1,0 +1,6 @@
+"""Scripts of benchmarks/ are imported by their names, as they import each other."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
