@@ -98,7 +98,10 @@ def hidden_rows(
     """
     if missing := [text for is_kept, text in network_rules(model) if not is_kept]:
         raise ValueError(f"rounding= needs {'; '.join(missing)}; change that or leave it out")
-    return rows_by(model, ids, rounding, prompt_len, noisy, ops=ONE_ROUNDING)
+    try:
+        return rows_by(model, ids, rounding, prompt_len, noisy, ops=ONE_ROUNDING)
+    except NotImplementedError as error:  # a size that a kernel cannot take
+        raise ValueError(f"rounding=: {error}; leave it out") from error
 
 
 def rows_by(

@@ -115,6 +115,7 @@ def test_what_has_no_such_bits_is_refused(monkeypatch):
     refused("with rounding= the blocks are the engine's, of 4 tokens", attention="causal")
     refused("with rounding= the blocks are the engine's, of 4 tokens", block_size=8)
     monkeypatch.setattr(one_rounding, "network_rules", lambda model: ())
+    refused(r"rounding=: .*; leave it out")  # a toy's sizes
     short = dataclasses.replace(rounding(4), page_size=2, num_columns=3)
     refused("a text of 8 tokens is longer than the 6 of the engine's page table", rounding=short)
     with pytest.raises(ValueError, match="noisy= needs blocks"):
