@@ -95,20 +95,16 @@ def read_cache(pool: Any, pages: np.ndarray, length: int) -> list[tuple[Any, Any
 
 
 def page_table(
-    requests: list[Request | None], window: int, page_size: int, seed: int, tight: bool = False
+    requests: list[Request | None], window: int, page_size: int, seed: int
 ) -> tuple[np.ndarray, int]:
-    """Disjoint random pages for each slot, -1 after them; and how many pages the pool has.
-
-    `tight` covers the positions before the limit only, so that writes past it must be dropped.
-    """
+    """Disjoint random pages for each slot, -1 after them; and how many pages the pool has."""
     columns = -(-(BUCKET + ROOM + window) // page_size) + 1
     num_pages = SLOTS * columns + 3
     free = list(np.random.default_rng(seed).permutation(num_pages))
     table = np.full((SLOTS, columns), -1, np.int32)
     for b, request in enumerate(requests):
         if request is not None:
-            last = len(request.prompt + request.given) + (0 if tight else window)
-            count = -(-last // page_size)
+            count = -(-(len(request.prompt + request.given) + window) // page_size)
             table[b, :count] = [free.pop() for _ in range(count)]
     return table, num_pages
 
@@ -120,7 +116,6 @@ def fresh_state(
     requests: list[Request | None],
     page_size: int,
     seed: int,
-    tight: bool = False,
     num_pages: int | None = None,
 ) -> tuple[Any, DecodeState, jax.Array]:
     """The bare strategy, the state of these requests (None: an EMPTY slot), and their prompts.
@@ -159,7 +154,7 @@ def fresh_state(
         keys=jnp.stack([_key(r) for r in some]),
     )
     window = strategy.block_size * strategy.buffer_size
-    table, needed = page_table(requests, window, page_size, seed, tight)
+    table, needed = page_table(requests, window, page_size, seed)
     state = decode.new_state(
         bare, model, aux, batch, jnp.asarray(table), num_pages or needed, page_size, ROOM
     )
@@ -222,7 +217,6 @@ def decode_paged(
     chunk_size: int = 8,
     seed: int = 0,
     move_at: int | None = None,
-    tight: bool = False,
 ) -> Decoded:
     """Decode to the end, one step at a time, checking the invariants after each.
 
@@ -233,7 +227,7 @@ def decode_paged(
     """
     aux = aux or {}
     requests = requests + [None] * (SLOTS - len(requests))
-    bare, state, prompt = fresh_state(strategy, model, aux, requests, page_size, seed, tight)
+    bare, state, prompt = fresh_state(strategy, model, aux, requests, page_size, seed)
     state = prefill(bare, model, aux, state, prompt, chunk_size)
     slots = list(range(SLOTS))  # slots[i]: where request i is
     checks = [Watcher(() if r is None else r.prompt) for r in requests]

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tests.oracles.dmax_decoder import Rules, dmax_decode
+from tests.oracles.dmax_decoder import Rules
 from tests.oracles.list_decoder import (
     Result,
     block_diffusion_rule,
@@ -18,7 +18,8 @@ from tests.oracles.list_decoder import (
 )
 from tests.oracles.rule_checks import CHECKS
 from tests.strategies import test_d2f, test_edit, test_edit_indel
-from tests.strategies.test_dmax import draw_dmax, draw_rules
+from tests.strategies.test_dmax import check_dmax as check_script
+from tests.strategies.test_dmax import draw_dmax, draw_rules, mixtures_of
 from tests.strategies.test_strategy_fuzz import Case, check_agreement, draw_case
 
 RULE_SEEDS = 20
@@ -49,9 +50,9 @@ def check_decoding(package: ModuleType, corpus: str) -> None:
 
 
 def check_dmax(package: ModuleType, mode: str) -> None:
-    with compiled_quickly():
-        shown = watch(package)
-        assert all(agrees_on_dmax(package, shown, mode, n) for n in range(DMAX_SCRIPTS))
+    with compiled_quickly(), mixtures_of(package) as shown:
+        for number in range(DMAX_SCRIPTS):
+            run_dmax(package, shown, mode, number)
 
 
 def check_edit(package: ModuleType, _: str) -> None:
@@ -182,60 +183,12 @@ def agrees(package: ModuleType, corpus: str, number: int) -> bool:
 # --- dmax ---
 
 
-def watch(package: ModuleType) -> list[dict[int, Any]]:
-    """Let the scripted forward of `package` note what it is given, forward by forward."""
-    shown: list[dict[int, Any]] = []
-    forward = package.testing.script._ScriptedForward
-    plain = forward.__call__
-
-    def note(positions: Any, mix: Any) -> None:
-        where = np.nonzero(np.asarray(mix.on))
-        parts = (positions, mix.ids[..., 0], mix.probs[..., 0], mix.base_weight)
-        rows = zip(*(np.asarray(part)[where].tolist() for part in parts), strict=True)
-        shown.append({p: (t, sure, rest) for p, t, sure, rest in rows})
-
-    def call(self: Any, state: Any, **words: Any) -> Any:
-        jax.debug.callback(note, state.buffer.positions, words["inputs"], ordered=True)
-        return plain(self, state, **words)
-
-    forward.__call__ = call
-    return shown
-
-
-def agrees_on_dmax(
-    package: ModuleType, shown: list[dict[int, Any]], mode: str, number: int
-) -> bool:
+def run_dmax(package: ModuleType, shown: list[dict[int, Any]], mode: str, number: int) -> None:
     rng, case = draw_dmax((sum(mode.encode()), number), BLOCK_SIZE)
     rules = draw_rules(rng, mode == "paper")
     if number % 2:  # thresholds and probabilities that meet exactly, so that strictness shows
         case.prob[:] = rng.choice(EDGES, size=case.prob.shape)
         accept, commit = (float(x) for x in rng.choice(EDGES, size=2))
         rules = Rules(accept, 0.25, float(rng.choice([0.0, 0.5])), commit, rules.paper)
-    weight = 0.0 if number % 7 == 0 else 1.0
-    strategy = package.DMax(
-        accept_threshold=rules.accept,
-        add_block_threshold=rules.add,
-        token_stability_threshold=rules.stability,
-        commit_confidence=rules.commit,
-        token_merge_weight=weight,
-        compat=None if rules.paper else "diffulex",
-        block_size=BLOCK_SIZE,
-        buffer_size=BUFFER_SIZE,
-    )
-    parts = (case.prompt, case.token, case.prob)
     sizes = {"block_size": BLOCK_SIZE, "buffer_size": BUFFER_SIZE}
-    truth = dmax_decode(rules, *parts, **sizes, **case.limits)
-    shown.clear()
-    trace = package.testing.run_script(strategy, *parts, **case.limits)
-    jax.effects_barrier()
-    wanted = [
-        {p: (t, float(sure), float(np.float32(1) - sure)) for p, (t, sure) in one.items()}
-        if weight
-        else {}
-        for one in truth.shown
-    ]
-    try:
-        check_agreement(trace, truth, number)
-    except AssertionError:
-        return False
-    return shown == wanted
+    check_script(package, shown, rules, case, sizes, weight=0.0 if number % 7 == 0 else 1.0)

@@ -65,10 +65,10 @@ def assert_same(name, got, want, requests=None):
 # --- every case, whatever happens around it -------------------------------------------------------
 
 
-@pytest.mark.long("ar|dflash")
-@pytest.mark.slow("^(?!.*(^ar|d2f_whole_full|dflash|multi_bd_shifted))")
+@pytest.mark.long("ar|dflash|diffusion_gemma")
+@pytest.mark.slow("^(?!.*(^ar|d2f_whole_full|dflash|diffusion_gemma$|multi_bd_shifted))")
 @pytest.mark.versions("multi_bd_shifted")
-@pytest.mark.parametrize("name", sweep((*QUICK, "dflash")))
+@pytest.mark.parametrize("name", sweep((*QUICK, "dflash", "diffusion_gemma")))
 def test_a_batch_in_another_order_and_other_slots_ends_as_the_truth(name):
     engine = make_engine(name)
     engine.scheduler._free_slots.reverse()
@@ -94,17 +94,6 @@ def check_cache(name, request, text, start, pools):
         for got, want in zip(pools[pool], layers, strict=True):
             for a, b in zip(got, want, strict=True):
                 np.testing.assert_allclose(a[:length], b[:length], **TOLERANCE)
-
-
-@pytest.mark.long("fast_dllm_v2")
-@pytest.mark.slow("ar|d2f_whole_full|full_sequence")
-@pytest.mark.versions("multi_bd_shifted")
-@pytest.mark.parametrize("name", sweep(QUICK))
-def test_requests_alone_end_as_the_truth(name):
-    engine = make_engine(name)
-    engine.scheduler._free_slots = [1, 3, 0, 2]
-    got = [run(engine, [one])[0] for one in wishes(name)]
-    assert_same(name, ends(got), truths(name))
 
 
 @pytest.mark.long("ar|fast_dllm_v2")
@@ -233,23 +222,6 @@ def test_a_second_turn_finds_the_first_with_its_answer(name):
     assert got.metrics.cached_tokens == reusable(engine.layout, len(prompt), known)
     if name not in FULL:
         assert got.metrics.cached_tokens > len(first.prompt)
-
-
-@pytest.mark.long("ar|fast_dllm_v2")
-@pytest.mark.parametrize("name", sweep(QUICK, CACHED))
-def test_soft_commits_share_prompts_only_and_start_over(name):
-    """Any strategy may be told so: the host's rule alone."""
-    first = dataclasses.replace(case(name).requests[1], max_tokens=20, suffix=())
-    engine = make_engine(name, soft_commits=True, starts_over=True)
-    with steps_a_chunk(1):
-        (answer,) = run(engine, [wish(first)], toy.preempting())
-    assert_same(name, ends([answer]), [wanted(name, first)], [first])
-    longer = dataclasses.replace(
-        first, prompt=(*first.prompt, *answer.outputs[0].token_ids), max_tokens=3
-    )
-    (got,) = run(engine, [wish(longer)])
-    assert_same(name, ends([got]), [wanted(name, longer)], [longer])
-    assert got.metrics.cached_tokens <= len(first.prompt)
 
 
 @pytest.mark.long("d2f_whole_full_shifted")

@@ -14,8 +14,8 @@ from dllm_jax.runner.forward import ModelForward
 from dllm_jax.strategies.core.random import position_keys
 from dllm_jax.strategies.core.state import STOP, TO_CACHE
 from tests.contract import harness
-from tests.contract.cases import NAMES, PAGE_SIZE, case, once, paged, truth
-from tests.contract.harness import SLOTS, Request
+from tests.contract.cases import NAMES, PAGE_SIZE, case, once, truth
+from tests.contract.harness import SLOTS
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}  # float32, sums in another order
 
@@ -24,48 +24,13 @@ def ends(rows) -> list[tuple[list[int], str | None, int]]:
     return [(row.tokens, row.reason, row.nfe) for row in rows]
 
 
-@pytest.mark.slow("^(?!.*(d2f_whole_full|multi_bd_shifted))")
+@pytest.mark.long("d2f_grid_full")
+@pytest.mark.slow("^(?!.*(d2f_.*_full|multi_bd_shifted))")
 @pytest.mark.versions("multi_bd_shifted")
 @pytest.mark.parametrize("name", NAMES)
 def test_decoding_equals_the_dense_run(name):
     assert ends(once(name).rows) == ends(truth(name))
     assert all(row.reason == "length" for row in once(name).rows)
-
-
-@pytest.mark.long
-@pytest.mark.slow("^(?!.*(diffusion_gemma_alone|d2f_whole_full|dflash|multi_bd_shifted))")
-@pytest.mark.parametrize("name", NAMES)
-def test_moving_every_request_in_the_middle_changes_nothing(name):
-    first_end = min(len(row.steps) for row in once(name).rows)
-    traces = harness.step._cache_size()
-    for at in (1, max(2, first_end - 1)):
-        assert ends(paged(name, seed=5, move_at=at).rows) == ends(once(name).rows)
-    assert harness.step._cache_size() == traces, "the state a step leaves is not what it takes"
-
-
-@pytest.mark.long("ar|diffusion_gemma_alone")
-@pytest.mark.slow("^(?!.*(^ar|diffusion_gemma_alone|d2f_whole_full|multi_bd_shifted))")
-@pytest.mark.parametrize("name", NAMES)
-def test_writes_past_the_pages_are_dropped(name):
-    # A provisional cache is read past the limit as well, so its pages must cover the window.
-    assert ends(paged(name, seed=7, tight=True).rows) == ends(once(name).rows)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["multi_bd", "ar", "dflash", "diffusion_gemma"])
-def test_the_cache_of_a_text_is_its_prefill(name):
-    decoded, c = once(name), case(name)
-    texts = [
-        [*request.prompt, *row.tokens][: row.cached // c.grid * c.grid]
-        for row, request in zip(decoded.rows, c.requests, strict=True)
-    ]
-    _, state = prefilled(name, [Request(tuple(text), 2) for text in texts], chunk_size=8)
-    for b, (row, text) in enumerate(zip(decoded.rows, texts, strict=True)):
-        for pool, layers in state.pools.items():
-            again = harness.read_cache(layers, np.asarray(state.page_table)[b], len(text))
-            for got, want in zip(again, decoded.cache(row, pool), strict=True):
-                for a, b_ in zip(got, want, strict=True):
-                    np.testing.assert_allclose(a, b_[: len(text)], **TOLERANCE)
 
 
 def prefilled(name, requests, chunk_size):
@@ -79,21 +44,6 @@ def prefilled(name, requests, chunk_size):
     return bare, harness.prefill(bare, c.model, aux, state, prompt, chunk_size)
 
 
-@pytest.mark.long("dflash")
-@pytest.mark.versions("multi_bd_shifted")
-@pytest.mark.parametrize("name", ["multi_bd_shifted", "dflash"])
-def test_prefill_in_chunks_equals_one_shot(name):
-    c = case(name)
-    (_, one), (_, many) = (prefilled(name, c.requests, size) for size in (harness.BUCKET, 8))
-    for pool in one.pools:
-        for a, b in zip(
-            jax.tree.leaves(one.pools[pool]), jax.tree.leaves(many.pools[pool]), strict=True
-        ):
-            np.testing.assert_allclose(a, b, **TOLERANCE)
-    np.testing.assert_allclose(one.boundary, many.boundary, **TOLERANCE)
-    np.testing.assert_array_equal(one.buffer.tokens, many.buffer.tokens)
-
-
 # --- that the cases have teeth --------------------------------------------------------------------
 
 
@@ -104,29 +54,10 @@ def test_two_blocks_commit_at_once_on_a_shifted_model():
 
 
 @pytest.mark.long
-@pytest.mark.versions
-def test_fast_dllm_v2_runs_narrow_and_wide_rows_together():
-    kinds = [t.log for t in truth("fast_dllm_v2")]
-    assert any({"refine", "init"} <= set(step) for step in zip(*kinds, strict=False))
-    # Alone, a request whose pass is narrow runs the narrow program (test_engine_device.py).
-    assert all("refine" in kind for kind in kinds)
-
-
-@pytest.mark.long
 def test_a_canvas_is_encoded_while_another_is_denoised():
     steps = zip(*(row.steps for row in once("diffusion_gemma_alone").rows), strict=False)
     status = [[int(old.buffer.status[0]) for old, _ in step] for step in steps]
     assert any(TO_CACHE in step and set(step) != {TO_CACHE} for step in status)
-
-
-@pytest.mark.long
-def test_soft_tokens_change_after_they_were_filled():
-    changes = 0
-    for row in once("dmax").rows:
-        for (old, info), (new, _) in zip(row.steps, row.steps[1:], strict=False):
-            if not info.commit_len:
-                changes += int((old.buffer.filled & (old.buffer.tokens != new.buffer.tokens)).sum())
-    assert changes > 0
 
 
 # --- narrow passes and dropped writes -------------------------------------------------------------

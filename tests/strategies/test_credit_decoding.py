@@ -154,40 +154,32 @@ def both(
     return trace, truth
 
 
-def compare(kind: Any, shape: tuple[int, int, int | None], first: int, count: int) -> None:
+# block size, blocks in the window, accounts (None: the whole vocabulary)
+SHAPES = [(4, 3, 2), (4, 2, None), (4, 1, 1), (2, 3, 2)]
+
+
+@pytest.mark.slow("shape[023]")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_credit_agrees_with_the_list_decoder(
+    credit: Any, shape: tuple[int, int, int | None]
+) -> None:
     block_size, buffer_size, accounts = shape
     seen: list[Credited] = []
-    for number in range(first, first + count):
+    for number in range(120):
         seed = (block_size, buffer_size, accounts or VOCAB, number)
         rng, case = draw_credit(seed, block_size)
         rules = draw_rules(rng, accounts)
-        trace, truth = both(kind, case, rules, block_size, buffer_size)
+        trace, truth = both(credit, case, rules, block_size, buffer_size)
         if not truth.undecided:
             check_agreement(trace, truth, (seed, rules))
             seen.append(truth)
     # The draw is worth something.
-    assert len(seen) > 0.85 * count
+    assert len(seen) > 100
     assert {truth.finish_reason for truth in seen} >= {"stop", "length", "nfe"}
-    assert sum(truth.gained > 0 for truth in seen) > 0.1 * count
+    assert sum(truth.gained > 0 for truth in seen) > 12
     if block_size > 2:  # a hole must wait
-        assert accounts == 1 or sum(truth.turned > 0 for truth in seen) > 0.01 * count
-        assert accounts is None or sum(truth.evicted > 0 for truth in seen) > 0.1 * count
-
-
-# block size, blocks in the window, accounts (None: the whole vocabulary)
-SHAPES = [(4, 3, 2), (4, 2, None)]
-
-
-@pytest.mark.slow("shape0")
-@pytest.mark.parametrize("shape", SHAPES)
-def test_credit_agrees_with_the_list_decoder(credit: Any, shape: Any) -> None:
-    compare(credit, shape, first=0, count=120)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [*SHAPES, (4, 1, 1), (2, 3, 2)])
-def test_credit_agrees_over_a_long_sweep(credit: Any, shape: Any) -> None:
-    compare(credit, shape, first=1000, count=2000)
+        assert accounts == 1 or sum(truth.turned > 0 for truth in seen) > 1
+        assert accounts is None or sum(truth.evicted > 0 for truth in seen) > 12
 
 
 @pytest.mark.slow

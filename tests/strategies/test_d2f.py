@@ -4,12 +4,10 @@ A LLaDA or Dream folder with a D2F adapter is decoded by it, as NumPy on the fil
 test_contract.py and test_engine_device.py cover pages, preemption and prefix hits on both grids.
 """
 
-import dataclasses
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,13 +18,11 @@ from dllm_jax.cli import strategy as cli_strategy
 from dllm_jax.cli.errors import UsageError
 from dllm_jax.engine.layout import EngineConfig
 from dllm_jax.loading.model import Model
-from dllm_jax.models import dense
-from dllm_jax.models.architecture import Architecture, arch_of
+from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.family import with_d2f_adapter
-from dllm_jax.strategies import D2F, MultiBD, load_strategy
+from dllm_jax.strategies import D2F, load_strategy
 from dllm_jax.strategies.testing.script import Trace, run_script
-from tests.contract import harness, models
 from tests.contract.dense_blocks import decode_blocks, threshold_rule
 from tests.contract.harness import Request
 from tests.models.test_family_decode import MASK_ID, Files
@@ -42,36 +38,13 @@ from tests.strategies.test_strategy_fuzz import (
     draw_threshold,
     mask_of,
 )
-from tests.strategies.test_traces import MASK, column, draw, script, windows
+from tests.strategies.test_traces import MASK, column, script, windows
 from tests.strategies.test_traces import VOCAB as TRACE_VOCAB
-
-FIELDS = {"block_size": 4, "buffer_size": 2}
 
 # ---- the trace ----
 
-# Row r predicts position r + 1 (Dream's shift); the first row is the prompt's last.
-ROWS = [
-    {3: (9, 0.95)},  # prefill
-    {4: (10, 0.95), 5: (11, 0.3), 6: (12, 0.2)},
-    {4: (20, 0.99), 5: (11, 0.95), 6: (12, 0.95)},
-    {7: (25, 0.95)},
-    {7: (26, 0.99)},  # the row of position 7 is not run any more
-]
-WINDOWS = [
-    "A[9 10 _ _] D",
-    "T[9 10 11 12] A[_ _ _ _]",
-    "A[25 _ _ _] D",
-    "A[25 1 _ _] A[_ _ _ _]",  # opened before the forward: 1 of 4 is filled
-]
-
-
-def trace_with(accept: float = 0.9) -> D2F:
-    return D2F(accept_threshold=accept, **FIELDS)
-
 
 def test_the_trace_by_script():
-    """Each position as the rows above predict it, the row before the window from the forward that
-    committed it."""
     aligned = [
         {4: (9, 0.95), 5: (10, 0.95), 6: (11, 0.3), 7: (12, 0.2)},
         {5: (20, 0.99), 6: (11, 0.95), 7: (12, 0.95)},
@@ -79,98 +52,20 @@ def test_the_trace_by_script():
         {},
     ]
     token, prob = script(aligned)
-    trace = run_script(
-        trace_with(), [1, 2, 3, 4], token, prob, max_tokens=32, mask_id=MASK, vocab_size=TRACE_VOCAB
-    )
-    assert windows(trace)[:4] == WINDOWS
+    limits = {"max_tokens": 32, "mask_id": MASK, "vocab_size": TRACE_VOCAB}
+    strategy = D2F(accept_threshold=0.9, block_size=4, buffer_size=2)
+    trace = run_script(strategy, [1, 2, 3, 4], token, prob, **limits)
+    assert windows(trace)[:4] == [
+        "A[9 10 _ _] D",
+        "T[9 10 11 12] A[_ _ _ _]",
+        "A[25 _ _ _] D",
+        "A[25 1 _ _] A[_ _ _ _]",  # opened before the forward: 1 of 4 is filled
+    ]
     assert column(trace, "start")[:4] == [4, 4, 8, 8]
     assert column(trace, "new_tokens")[:4] == [2, 2, 1, 1]
 
 
-def scripted_model() -> Any:
-    """A shifted model whose raw rows are the script of the forward that runs, as log-probabilities.
-
-    Its layers are real, so that keys and values go where they should.
-    """
-
-    def trunk(params, cfg, x, positions, attend, hidden_layers=()):
-        dense.trunk(params, cfg, x, positions, attend, hidden_layers)
-        return params["rows"][params["forward"], positions], ()
-
-    def unembed(params, cfg, rows):
-        return rows
-
-    cfg = dataclasses.replace(models.CONFIG, vocab_size=TRACE_VOCAB, mask_token_id=MASK, shift=True)
-    assert cfg.hidden_size == cfg.vocab_size
-    rows = np.zeros((len(ROWS), 64, TRACE_VOCAB), np.float32)
-    for forward, listed in enumerate(ROWS):
-        for position in range(64):
-            token, p = listed.get(position, (1, 0.2))
-            # 31 ids may be predicted: all but the mask.
-            rows[forward, position] = np.log((1 - p) / 30)
-            rows[forward, position, token] = np.log(p)
-    arch = Architecture(
-        param_shapes=dense.param_shapes, embed=dense.embed, trunk=trunk, unembed=unembed
-    )
-    params = models.weights(cfg, 1) | {"rows": jnp.asarray(rows), "forward": jnp.int32(0)}
-    defaults = dataclasses.replace(models.DEFAULTS, vocab_limit=TRACE_VOCAB)
-    return Model(params=params, config=cfg, arch=arch, defaults=defaults)
-
-
-@pytest.mark.long
-@pytest.mark.slow("True")
-@pytest.mark.parametrize("aligned", [False, True])
-def test_the_trace_on_a_shifted_model(aligned):
-    """The prompt is a block, so both grids give the trace."""
-    model = scripted_model()
-    strategy = trace_with().replace(align_blocks_to_prompt=aligned)
-    requests = [Request((1, 2, 3, 4), 28), None, None, None]
-    bare, state, prompt = harness.fresh_state(strategy, model, {}, requests, 8, seed=1)
-    state = harness.prefill(bare, model, {}, state, prompt, 32)
-    assert int(np.argmax(state.boundary[0])) == 9  # the cached row
-    shown, boundary = [], []
-    for forward in range(1, len(ROWS)):
-        now = model.replace(params=model.params | {"forward": jnp.int32(forward)})
-        state, _ = harness.step(bare, now, {}, state)
-        buffer = state.buffer
-        tokens = np.where(buffer.filled, buffer.tokens, MASK)
-        shown.append(draw(tokens[0], buffer.status[0]))
-        boundary.append(int(np.argmax(state.boundary[0])))
-    assert shown == WINDOWS
-    assert boundary == [9, 9, 25, 25]
-
-
 # ---- the prompt ----
-
-
-def seen_by(strategy: Any, prompt: list[int], kept: int) -> np.ndarray:
-    """[kept kept]: whether the cached values of row q change where prompt token k does."""
-    model = models.plain()
-
-    def values(ids):
-        requests = [Request(tuple(ids), 8), None, None, None]
-        bare, state, padded = harness.fresh_state(strategy, model, {}, requests, 8, seed=1)
-        state = harness.prefill(bare, model, {}, state, padded, 32)
-        pages = np.asarray(state.page_table)[0]
-        # Values of the second layer: those of the first come before any attention.
-        return harness.read_cache(state.pools["target"], pages, kept)[1][1]
-
-    before, rows = values(prompt), []
-    for k in range(len(prompt)):
-        changed = values([*prompt[:k], (prompt[k] + 1) % 30, *prompt[k + 1 :]])
-        rows.append((changed != before).any(axis=(1, 2)))
-    return np.array(rows).T
-
-
-@pytest.mark.long
-def test_every_row_of_the_prompt_sees_all_of_it():
-    """Which keys a prompt row sees, L = 5: rows 0-4 see keys 0-4; multi_bd: rows 0-3 see 0-3."""
-    prompt = [3, 1, 4, 1, 5]
-    assert seen_by(D2F(**FIELDS), prompt, 4).all()
-    assert seen_by(D2F(align_blocks_to_prompt=True, **FIELDS), prompt, 5).all()
-    causal = seen_by(MultiBD(**FIELDS), prompt, 4)
-    assert causal[:, :4].all()
-    assert not causal[:, 4].any()
 
 
 def test_the_option_decides_how_the_prompt_is_taken_in():
@@ -234,42 +129,29 @@ def run_both(package: Any, seed: Any, aligned: bool, S: int, K: int) -> tuple[Tr
     return trace, truth, case
 
 
-def compare(aligned: bool, S: int, K: int, first: int, count: int) -> list[Trace]:
-    traces = []
-    for number in range(first, first + count):
-        seed = (7, int(aligned), S, K, number)
-        trace, truth, case = run_both(strategies, seed, aligned, S, K)
-        check_agreement(trace, truth, seed)
-        starts = [step.start for step in trace.steps]
-        origin = len(case.prompt) if aligned else 0
-        assert all((start - origin) % S == 0 for start in starts), f"{seed=}"
-        traces.append(trace)
-    return traces
-
-
 @pytest.mark.slow("2$|False-4|True-2")
 @pytest.mark.parametrize(("S", "K"), [(2, 3), (4, 2), (4, 4)])
 @pytest.mark.parametrize("aligned", [False, True])
 def test_d2f_agrees_with_the_list_decoder(aligned, S, K):
-    traces = compare(aligned, S, K, first=0, count=40)
+    traces = []
+    for number in range(40):
+        seed = (7, int(aligned), S, K, number)
+        trace, truth, case = run_both(strategies, seed, aligned, S, K)
+        check_agreement(trace, truth, seed)
+        origin = len(case.prompt) if aligned else 0
+        assert all((step.start - origin) % S == 0 for step in trace.steps), f"{seed=}"
+        traces.append(trace)
     assert {trace.finish_reason for trace in traces} >= {"stop", "length", "nfe"}
     assert max(len(s.status) - s.status.count(0) for t in traces for s in t.steps) >= min(K, 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("S", "K"), [(2, 1), (2, 3), (4, 1), (4, 2), (4, 3), (4, 4)])
-@pytest.mark.parametrize("aligned", [False, True])
-def test_d2f_agrees_over_a_long_sweep(aligned, S, K):
-    compare(aligned, S, K, first=1000, count=600)
 
 
 # ---- the authors' loop ----
 
 
-def compare_with_the_authors(S: int, first: int, count: int) -> list[tuple[Trace, int]]:
+def test_aligned_blocks_write_the_authors_text():
     """The window holds as many blocks as a text can have, as their loop's does."""
-    found = []
-    for number in range(first, first + count):
+    S, found = 4, []
+    for number in range(100):
         seed = (8, S, number)
         rng = np.random.default_rng(seed)
         case = draw_case(rng, S)
@@ -281,16 +163,8 @@ def compare_with_the_authors(S: int, first: int, count: int) -> list[tuple[Trace
         token, prob = (np.concatenate([x, x, x]) for x in (case.token, case.prob))
         said = {"mask_id": mask_of(S), "vocab_size": case.limits["vocab_size"]}
         eos = case.limits["eos_ids"]
-        theirs, forwards = paper_decode(
-            case.prompt,
-            token,
-            prob,
-            block_size=S,
-            max_new_tokens=most,
-            eos_ids=eos,
-            **thresholds,
-            **said,
-        )
+        how = {"block_size": S, "max_new_tokens": most, "eos_ids": eos, **thresholds, **said}
+        theirs, forwards = paper_decode(case.prompt, token, prob, **how)
         strategy = value(
             strategies, thresholds, align_blocks_to_prompt=True, block_size=S, buffer_size=5
         )
@@ -305,20 +179,8 @@ def compare_with_the_authors(S: int, first: int, count: int) -> list[tuple[Trace
             assert ours.output[: len(theirs)] == theirs, f"{seed=}"
             assert most % S or (ours.finish_reason, ours.nfe) == ("length", forwards), f"{seed=}"
         found.append((ours, forwards))
-    return found
-
-
-@pytest.mark.parametrize("S", [4])
-def test_aligned_blocks_write_the_authors_text(S):
-    found = compare_with_the_authors(S, first=0, count=100)
     assert any(ours.finish_reason == "stop" and ours.nfe < forwards for ours, forwards in found)
     assert {ours.finish_reason for ours, _ in found} == {"stop", "length"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("S", [2, 4])
-def test_aligned_blocks_write_the_authors_text_over_a_long_sweep(S):
-    compare_with_the_authors(S, first=1000, count=1000)
 
 
 def agrees(package: ModuleType) -> bool:

@@ -4,9 +4,11 @@ Worked traces, random scripts against the list decoder, the numbers of a mixture
 soft commits against a dense run.
 """
 
+import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dllm_jax import strategies
 from dllm_jax.cli import entry
 from dllm_jax.cli import strategy as cli_strategy
 from dllm_jax.cli.strategy import given_fields
@@ -21,23 +24,21 @@ from dllm_jax.runner.forward import ModelForward
 from dllm_jax.strategies import DMax, TokenStats
 from dllm_jax.strategies.core import driver, token_merge
 from dllm_jax.strategies.core.protocol import PerSlot, SlotSpec, split_knobs
-from dllm_jax.strategies.core.state import DUMMY, FINISH_REASONS, RUNNING, DecodeState
+from dllm_jax.strategies.core.state import DUMMY, DecodeState
 from dllm_jax.strategies.testing import random_model
 from dllm_jax.strategies.testing.script import Trace, run_script
 from tests.contract import cases, dense, dense_blocks, dense_dmax, models
 from tests.contract import engine as on_device
 from tests.contract.cases import case as gate_case
 from tests.contract.harness import Request, decode_paged
-from tests.oracles.dmax_decoder import Rules, SoftResult, dmax_decode
-from tests.strategies.test_strategy_batch import BatchScript, batch_state
+from tests.oracles.dmax_decoder import Rules, dmax_decode
+from tests.strategies.test_strategy_batch import batch_state
 from tests.strategies.test_strategy_fuzz import (
     FORWARDS,
     THRESHOLDS,
-    VOCAB,
     Case,
     check_agreement,
     draw_case,
-    mask_of,
 )
 from tests.strategies.test_traces import EOS, MASK, column, everywhere, script, windows
 from tests.strategies.test_traces import VOCAB as TRACE_VOCAB
@@ -45,8 +46,10 @@ from tests.strategies.test_traces import VOCAB as TRACE_VOCAB
 MODES = ["paper", "diffulex"]
 
 
-def strategy_of(rules: Rules, block_size: int, buffer_size: int, **fields: Any) -> DMax:
-    return DMax(
+def strategy_of(
+    rules: Rules, block_size: int, buffer_size: int, kind: Any = DMax, **fields: Any
+) -> Any:
+    return kind(
         accept_threshold=rules.accept,
         add_block_threshold=rules.add,
         token_stability_threshold=rules.stability,
@@ -278,132 +281,71 @@ def draw_dmax(seed: Any, block_size: int) -> tuple[np.random.Generator, Case]:
     return rng, case
 
 
-def compare(block_size: int, buffer_size: int, mode: str, first: int, count: int) -> list[Trace]:
-    traces = []
-    for number in range(first, first + count):
-        seed = (block_size, buffer_size, number)
-        rng, case = draw_dmax(seed, block_size)
-        rules = draw_rules(rng, mode == "paper")
-        parts = (case.prompt, case.token, case.prob)
-        sizes = {"block_size": block_size, "buffer_size": buffer_size}
-        trace = by_window(rules, *parts, **sizes, **case.limits)
-        check_agreement(trace, dmax_decode(rules, *parts, **sizes, **case.limits), seed)
-        traces.append(trace)
-    return traces
+@contextlib.contextmanager
+def mixtures_of(package: ModuleType) -> Iterator[list[dict[int, tuple[int, float, float]]]]:
+    """The mixtures that the scripted forwards of `package` are given, forward by forward."""
+    testing, shown = package.testing.script, []
+    plain = testing._ScriptedForward.__call__
+
+    def note(positions: Any, mix: Any) -> None:
+        where = np.nonzero(np.asarray(mix.on))
+        parts = (positions, mix.ids[..., 0], mix.probs[..., 0], mix.base_weight)
+        rows = zip(*(np.asarray(part)[where].tolist() for part in parts), strict=True)
+        shown.append({p: (t, sure, rest) for p, t, sure, rest in rows})
+
+    def call(self: Any, state: Any, **words: Any) -> Any:
+        jax.debug.callback(note, state.buffer.positions, words["inputs"], ordered=True)
+        return plain(self, state, **words)
+
+    testing._run.clear_cache()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(testing._ScriptedForward, "__call__", call)
+        yield shown
+    testing._run.clear_cache()
 
 
-# One size each for most runs: `run_script` compiles for each.
+def check_dmax(
+    package: ModuleType,
+    shown: list[dict[int, Any]],
+    rules: Rules,
+    case: Case,
+    sizes: dict[str, int],
+    weight: float = 1.0,
+) -> Trace:
+    """Texts and mixtures of a script are those of the list decoder."""
+    parts = (case.prompt, case.token, case.prob)
+    truth = dmax_decode(rules, *parts, **sizes, **case.limits)
+    shown.clear()
+    strategy = strategy_of(rules, **sizes, kind=package.DMax, token_merge_weight=weight)
+    trace = package.testing.run_script(strategy, *parts, **case.limits)
+    jax.effects_barrier()
+    check_agreement(trace, truth, (rules, sizes))
+    wanted = [
+        {p: (t, float(sure), float(np.float32(1) - sure)) for p, (t, sure) in one.items()}
+        for one in truth.shown
+    ]
+    assert shown == (wanted if weight else [{} for _ in wanted])
+    return trace
+
+
+# One size each: `run_script` compiles for each.
 @pytest.mark.long
-@pytest.mark.slow("3")
 @pytest.mark.parametrize(
     ("block_size", "buffer_size", "mode"), [(4, 3, "paper"), (2, 2, "diffulex")]
 )
 def test_random_scripts_agree_with_the_list_decoder(
     block_size: int, buffer_size: int, mode: str
 ) -> None:
-    traces = compare(block_size, buffer_size, mode, first=0, count=100)
+    sizes = {"block_size": block_size, "buffer_size": buffer_size}
+    traces = []
+    with mixtures_of(strategies) as shown:
+        for number in range(100):
+            rng, case = draw_dmax((block_size, buffer_size, number), block_size)
+            rules = draw_rules(rng, mode == "paper")
+            traces.append(check_dmax(strategies, shown, rules, case, sizes))
     assert {trace.finish_reason for trace in traces} >= {"stop", "length", "nfe"}
     widest = max(len(s.status) - s.status.count(DUMMY) for t in traces for s in t.steps)
     assert widest == buffer_size
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("block_size", "buffer_size"), [(4, 1), (4, 2), (4, 3), (4, 4), (2, 1), (2, 2), (2, 3), (2, 4)]
-)
-def test_random_scripts_agree_over_a_long_sweep(
-    block_size: int, buffer_size: int, mode: str
-) -> None:
-    compare(block_size, buffer_size, mode, first=1000, count=1000)
-
-
-# --- what the cells show --------------------------------------------------------------------------
-
-
-class Watched(BatchScript):
-    """A script that keeps what it was given."""
-
-    inputs: Any = None
-
-    def __call__(self, state: DecodeState, **words: Any) -> Any:
-        self.inputs = words["inputs"]
-        return super().__call__(state)
-
-
-@jax.jit
-def watched_step(strategy: Any, token: Any, prob: Any, state: DecodeState) -> Any:
-    slots, K, S = state.buffer.tokens.shape
-    forward: Any = Watched(token, prob)
-    spec = SlotSpec(slots, K, S, VOCAB, 0, mask_of(S), jnp.float32)
-    state, info = driver.decode_step(strategy, forward, state, spec)
-    return state, info, forward.inputs
-
-
-def decode_watched(
-    requests: list[Case], rules: list[Rules], block_size: int, buffer_size: int
-) -> tuple[DecodeState, list[list[dict[int, tuple[int, float, float]]]]]:
-    """The last state, and for each slot and forward the mixtures by position."""
-    bare, _ = split_knobs(strategy_of(rules[0], block_size, buffer_size))
-    each = [split_knobs(strategy_of(r, block_size, buffer_size))[1] for r in rules]
-    knobs = {name: np.array([one[name] for one in each]) for name in each[0]}
-    state = batch_state(bare, requests, jax.random.split(jax.random.key(0), len(requests)), knobs)
-    spec = SlotSpec(
-        len(requests), buffer_size, block_size, VOCAB, 0, mask_of(block_size), jnp.float32
-    )
-    carry = driver.broadcast_carry(bare.init(spec), spec)
-    state = state.replace(carry=carry)
-    token = jnp.asarray(np.stack([case.token for case in requests]))
-    prob = jnp.asarray(np.stack([case.prob for case in requests]))
-    shown: list[list[dict[int, Any]]] = [[] for _ in requests]
-    for _ in range(FORWARDS):
-        running = np.asarray(state.finish) == RUNNING
-        positions = np.asarray(state.buffer.positions)
-        state, _, mix = watched_step(bare, token, prob, state)
-        assert mix.renormalize
-        for b in np.flatnonzero(running):
-            where = np.nonzero(np.asarray(mix.on)[b])
-            assert (np.asarray(mix.base_ids)[b] == mask_of(block_size)).all()
-            parts = (positions, mix.ids[..., 0], mix.probs[..., 0], mix.base_weight)
-            rows = zip(*(np.asarray(x)[b][where].tolist() for x in parts), strict=True)
-            shown[b].append({p: (t, sure, rest) for p, t, sure, rest in rows})
-    return state, shown
-
-
-def expected(result: SoftResult) -> list[dict[int, tuple[int, float, float]]]:
-    return [
-        {p: (t, float(sure), float(np.float32(1) - sure)) for p, (t, sure) in one.items()}
-        for one in result.shown
-    ]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", MODES)
-def test_each_slot_shows_the_mixtures_of_its_own_request(mode: str) -> None:
-    """Trap 25, over a batch of unlike requests with thresholds of their own."""
-    block_size, buffer_size = 4, 3
-    drawn = [draw_dmax((25, number), block_size) for number in range(12)]
-    requests = [case for _, case in drawn]
-    for rng, case in drawn:  # the script's token is always the likeliest
-        case.prob[:] = rng.choice(np.array([0.375, 0.5, 0.75, 0.95], np.float32), case.prob.shape)
-    rules = [draw_rules(rng, mode == "paper") for rng, _ in drawn]
-    state, shown = decode_watched(requests, rules, block_size, buffer_size)
-    mixtures = slid = 0
-    for b, (case, rule) in enumerate(zip(requests, rules, strict=True)):
-        sizes = {"block_size": block_size, "buffer_size": buffer_size}
-        truth = dmax_decode(rule, case.prompt, case.token, case.prob, **sizes, **case.limits)
-        assert shown[b] == expected(truth), f"slot {b}"
-        emitted = np.asarray(state.output[b, : int(state.output_len[b])]).tolist()
-        reason = FINISH_REASONS[int(state.finish[b])]
-        assert (emitted, reason if truth.finish_reason else None, int(state.buffer.nfe[b])) == (
-            truth.output,
-            truth.finish_reason,
-            truth.nfe,
-        )
-        mixtures += sum(map(len, truth.shown))
-        slid += len({s.start for s in truth.steps}) > 1 and max(map(len, truth.shown)) > 0
-    assert mixtures > 100
-    assert slid > 3
 
 
 PAPER_SHOWS = [

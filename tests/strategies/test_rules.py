@@ -19,10 +19,3 @@ SLOW = ("blocks", "merge", "random")  # what they check shows in every decoded t
 def test_the_rules_do_what_the_loops_do(name: str) -> None:
     for seed in range(3):
         CHECKS[name](strategies, np.random.default_rng(seed))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CHECKS)
-def test_the_rules_do_what_the_loops_do_over_a_long_sweep(name: str) -> None:
-    for seed in range(100, 140):
-        CHECKS[name](strategies, np.random.default_rng(seed))

@@ -164,10 +164,3 @@ def check_texts(name, seed):
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_text_is_one_of_its_automaton_and_whole(name):
     check_texts(name, 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_texts_of_384_more_automata_are_whole(name):
-    for seed in range(11, 15):
-        check_texts(name, seed)

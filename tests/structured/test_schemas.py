@@ -4,7 +4,6 @@ import json
 import random
 
 import numpy as np
-import pytest
 from jsonschema import Draft202012Validator
 
 from dllm_jax.structured import Budget, JsonSchema
@@ -115,9 +114,9 @@ def drawn(draw, table, accepting, distance):
     return said.decode()
 
 
-def _assert_valid(count, seed):
-    draw, num_texts, num_refused = random.Random(seed), 0, 0
-    for _ in range(count):
+def test_texts_of_random_schemas_are_instances():
+    draw, num_refused = random.Random(0), 0
+    for _ in range(40):
         schema = {"$defs": DEFS} | random_schema(draw)
         budget = Budget()
         try:
@@ -130,17 +129,5 @@ def _assert_valid(count, seed):
         distance = distances(table, accepting, budget)
         judge = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
         for _ in range(4):
-            text = drawn(draw, table, accepting, distance)
-            judge.validate(json.loads(text))
-            num_texts += 1
-    assert num_refused <= count // 50
-    assert num_texts == 4 * (count - num_refused)
-
-
-def test_texts_of_random_schemas_are_instances():
-    _assert_valid(40, 0)
-
-
-@pytest.mark.slow
-def test_texts_of_many_random_schemas_are_instances():
-    _assert_valid(2000, 1)
+            judge.validate(json.loads(drawn(draw, table, accepting, distance)))
+    assert num_refused < 2
