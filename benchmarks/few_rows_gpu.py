@@ -262,7 +262,7 @@ def some_classes(B, V, is_tiny):
 
     own = grammar_gpu.tool_grammar(V if not is_tiny else 704, schema=grammar_gpu.TOOL)[0]
     padded = grammars.padded(own, grammars.bucket_of(own, None))
-    rows = grammars.stacked([padded] * B)
+    rows = jax.tree.map(lambda leaf: jnp.stack([leaf] * B), padded)
     return IdClasses(**{name: jnp.asarray(getattr(rows, name)) for name in IdClasses._fields})
 
 

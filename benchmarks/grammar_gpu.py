@@ -90,7 +90,8 @@ def parts(args, say):
     def of_shape(B, W):
         shape = f"{B}x{W}"
         mine = [own[slot % 2] for slot in range(B)]
-        rows = grammars.stacked([grammars.padded(one, bucket) for one in mine])
+        rows = [grammars.padded(one, bucket) for one in mine]
+        rows = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
         classes = IdClasses(**{name: getattr(rows, name) for name in IdClasses._fields})
         hidden = draw(jax.random.key(B * W), (B * W, D))
         plain = functools.partial(token_readout, head=head, forbidden=never)

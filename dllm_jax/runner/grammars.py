@@ -5,15 +5,15 @@ All grammars of a bucket have one shape, so that another one compiles nothing.
 
 import dataclasses
 import functools
-import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax.kernels.token_readout import ID_STEP, packed_codes
 from dllm_jax.strategies.core.constraint import DEAD, FREE, NO_CLASS, NO_LABEL, Constraint, Grammar
+from dllm_jax.structured.automaton import TokenAutomaton
 
 WIDE = 256  # a class with more ids is read by masked maxima
 _MANY = 8  # of `ID_STEP` neighbouring ids: with more narrow ones, all of them are narrow
@@ -36,28 +36,17 @@ class Sizes:
         """Whether a grammar of these sizes fits."""
         return all(a <= b for a, b in zip(*map(dataclasses.astuple, (other, self)), strict=True))
 
-    def joined(self, other: "Sizes") -> "Sizes":
-        """The least sizes that hold both."""
-        return Sizes(*map(max, *map(dataclasses.astuple, (self, other))))
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Ready:
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Ready(TokenAutomaton):
     """An automaton that fits the device: what the host walks, and its arrays there.
 
     Attributes:
-        arrays: Unpadded, without a slot axis; the others are those of a `TokenAutomaton`.
+        class_of: Of every id of the model.
+        arrays: Unpadded, without a slot axis.
     """
 
-    class_of: np.ndarray
-    delta: np.ndarray
-    start: int
-    end: int
-    distance: np.ndarray
     arrays: dict[str, np.ndarray]
-    notes: tuple[str, ...] = ()
-    leave: np.ndarray | None = None
-    only: np.ndarray | None = None
 
 
 BUCKETS = (
@@ -69,18 +58,15 @@ BUCKETS = (
 USUAL = BUCKETS[1]  # what is compiled before the first request: few JSON schemas fit the first
 
 
-def ready(automaton: Any, num_ids: int) -> Ready:
+def ready(automaton: TokenAutomaton, num_ids: int) -> Ready:
     """An automaton for an engine whose model has `num_ids` ids.
-
-    Args:
-        automaton: A `structured.TokenAutomaton`.
 
     Raises:
         ValueError: No bucket holds it.
     """
     class_of = np.zeros((num_ids,), np.int32)  # ids past the tokenizer's are never taken
     class_of[: len(automaton.class_of)] = automaton.class_of[:num_ids]
-    given = arrays(np.asarray(automaton.delta), class_of, automaton.end, automaton.distance)
+    given = arrays(automaton.delta, class_of, automaton.end, automaton.distance)
     wanted, most = sizes(given), BUCKETS[-1]
     for field in dataclasses.fields(Sizes):
         has, fits = getattr(wanted, field.name), getattr(most, field.name)
@@ -90,17 +76,7 @@ def ready(automaton: Any, num_ids: int) -> Ready:
                 f"the constraint's automaton has {has} {what}, and at most {fits} fit the device; "
                 "make it simpler, or shorten its repetitions"
             )
-    return Ready(
-        class_of,
-        np.asarray(automaton.delta),
-        int(automaton.start),
-        int(automaton.end),
-        np.asarray(automaton.distance),
-        given,
-        getattr(automaton, "notes", ()),
-        getattr(automaton, "leave", None),
-        getattr(automaton, "only", None),
-    )
+    return Ready(**(vars(automaton) | {"class_of": class_of}), arrays=given)
 
 
 _WORDS = {
@@ -264,66 +240,55 @@ def _shapes(of: Sizes, num_ids: int) -> dict[str, tuple[tuple[int, ...], Any]]:
     }
 
 
-def blank(of: Sizes, num_ids: int) -> Grammar:
-    """The arrays of one slot, all zeros."""
-    leaves: dict[str, Any] = {}
-    for name, (shape, dtype) in _shapes(of, num_ids).items():
-        leaves[name] = np.zeros(shape, dtype)
-    return Grammar(**leaves, num_labels=of.labels)
+def blank(of: Sizes, num_ids: int, *axes: int, kernels: Any = None) -> Grammar:
+    """Arrays of zeros on the host, of one slot or with leading `axes`."""
+    leaves: dict[str, Any] = {
+        name: np.zeros((*axes, *shape), dtype)
+        for name, (shape, dtype) in _shapes(of, num_ids).items()
+    }
+    return Grammar(**leaves, num_labels=of.labels, kernels=kernels)
+
+
+def _put(grammar: Grammar, leaves: Mapping[str, Any]) -> Grammar:
+    """A blank grammar with smaller arrays in the corners of its own."""
+    for name, leaf in leaves.items():
+        getattr(grammar, name)[tuple(map(slice, leaf.shape))] = leaf
+    return grammar
 
 
 def padded(given: Ready, to: Sizes) -> Grammar:
     """A grammar of one slot, filled up to a bucket."""
-    grammar = blank(to, len(given.class_of))
-    for name, own in given.arrays.items():
-        getattr(grammar, name)[tuple(map(slice, own.shape))] = own
-    return grammar
+    return _put(blank(to, len(given.class_of)), given.arrays)
 
 
 def num_bytes(given: Ready) -> int:
     """Bytes of a grammar on the device, in the first bucket that holds it."""
-    shapes = _shapes(bucket_of(given, None), len(given.class_of)).values()
-    return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes)
+    leaves = jax.tree.leaves(blank(bucket_of(given, None), len(given.class_of)))
+    return sum(leaf.nbytes for leaf in leaves)
 
 
 def empty(num_slots: int, of: Sizes, num_ids: int, kernels: Any = None) -> Constraint:
     """No slot has a grammar; `kernels` as of `Grammar`. On the host: nothing is compiled."""
-    leaves: dict[str, Any] = {
-        name: np.zeros((num_slots, *shape), dtype)
-        for name, (shape, dtype) in _shapes(of, num_ids).items()
-    }
     nothing: Any = np.zeros((num_slots,), np.int32)
-    grammar = Grammar(**leaves, num_labels=of.labels, kernels=kernels)
-    return Constraint(grammar, nothing, nothing > 0)
+    return Constraint(blank(of, num_ids, num_slots, kernels=kernels), nothing, nothing > 0)
 
 
 def bucket_of(given: Ready, now: Sizes | None) -> Sizes:
     """The first bucket that holds a grammar and the sizes in use (`now`)."""
-    wanted = sizes(given.arrays) if now is None else sizes(given.arrays).joined(now)
-    return next(bucket for bucket in BUCKETS if bucket.holds(wanted))
+    wanted = sizes(given.arrays)
+    return next(one for one in BUCKETS if one.holds(wanted) and (now is None or one.holds(now)))
 
 
 def grown(now: Constraint, to: Sizes) -> Constraint:
     """The grammars of all slots, filled up to a larger bucket; on the host, as `empty`."""
-    if now.grammar.num_labels == to.labels and now.grammar.delta.shape[1] == to.states:
+    old = now.grammar
+    if old.num_labels == to.labels and old.delta.shape[1] == to.states:
         return now
-    wanted = {
-        name: shape for name, (shape, _) in _shapes(to, now.grammar.class_of.shape[1]).items()
-    }
-
-    def fill(name: str) -> np.ndarray:
-        leaf = np.asarray(getattr(now.grammar, name))
-        pads = zip(leaf.shape[1:], wanted[name], strict=True)
-        return np.pad(leaf, ((0, 0), *((0, new - old) for old, new in pads)))
-
-    leaves: dict[str, Any] = {name: fill(name) for name in wanted}
-    grammar = now.grammar.replace(**leaves, num_labels=to.labels)
-    return now.replace(grammar=grammar)
-
-
-def stacked(rows: list[Grammar]) -> Grammar:
-    """Grammars of slots, one a row."""
-    return jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *rows)
+    num_slots, num_ids = old.class_of.shape
+    new = blank(to, num_ids, num_slots, kernels=old.kernels)
+    return now.replace(
+        grammar=_put(new, {name: getattr(old, name) for name in _shapes(to, num_ids)})
+    )
 
 
 @functools.partial(jax.jit, donate_argnames=("now",))

@@ -109,8 +109,8 @@ class DeviceState:
     def compile_bind(self, sizes: grammars.Sizes) -> None:
         """Compile the program of `bind`."""
         now = self.shapes(num_pages=1, sizes=sizes).constraint
-        row = grammars.blank(sizes, self._programs.spec.vocab_size)
-        own = jax.tree.unflatten(jax.tree.structure(now.grammar), jax.tree.leaves(row))
+        kernels, num_ids = now.grammar.kernels, self._programs.spec.vocab_size
+        own = grammars.blank(sizes, num_ids, kernels=kernels)
         self._binds[sizes] = grammars.bind.lower(now, np.int32(0), own, np.int32(0)).compile()
 
     def compile_reset(self) -> None:

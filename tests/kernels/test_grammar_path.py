@@ -23,7 +23,7 @@ from dllm_jax.strategies.core.grammar_paths import best_paths
 from dllm_jax.strategies.core.grammar_plan import IdStats
 from tests.cross_lowering import H200, needs_mosaic, triton_grids
 from tests.kernels.test_layer_mosaic import interpreted
-from tests.structured.toys import random_toy
+from tests.structured.toys import random_toy, stacked
 
 pytestmark = pytest.mark.long
 
@@ -42,7 +42,7 @@ def case(seed):
         toy = random_toy(rng, IDS, IDS - 1, states=int(rng.integers(3, 22)), classes=5)
         rows.append(grammars.padded(grammars.ready(toy, IDS), SIZES))
         starts.append(toy.start)
-    grammar = grammars.stacked(rows)
+    grammar = stacked(rows)
     bound = np.arange(SLOTS) < SLOTS - 1
     nothing = grammars.empty(SLOTS, SIZES, IDS).grammar
     grammar = by_row(jnp.asarray(bound), grammar, nothing)
@@ -172,7 +172,7 @@ def test_the_kernel_says_the_same(slots, T, monkeypatch):
     monkeypatch.setattr(grammars, "WIDE", 20)
     monkeypatch.setattr(grammars, "_MANY", 11)
     rng, num_ids, D = np.random.default_rng(3), 320, 64
-    grammar = grammars.stacked(
+    grammar = stacked(
         [
             grammars.padded(
                 grammars.ready(random_toy(rng, num_ids, num_ids - 1, classes=classes), num_ids),

@@ -31,7 +31,7 @@ from dllm_jax.strategies.core.protocol import split_knobs
 from dllm_jax.strategies.core.state import LENGTH, RUNNING, STOP
 from dllm_jax.strategies.testing import random_model, random_requests
 from dllm_jax.strategies.testing.random_model import MASK, VOCAB
-from tests.structured.toys import random_toy
+from tests.structured.toys import random_toy, stacked
 
 SIZES = grammars.Sizes(8, 6, 40, 8, 60, 4, 16)
 STOP_ID, COUNT, MOST_STEPS = 7, 96, 600
@@ -110,7 +110,7 @@ def _requests(strategy, seed):
         limits=state.limits.replace(stop_ids=stops, given=None, given_behind=False),
         finish=np.full(COUNT, RUNNING, np.int32),
         pools=state.pools.replace(cached=np.where(cached, 1, state.pools.cached)),
-        constraint=Constraint(grammars.stacked(rows), start, jnp.ones((COUNT,), bool)),
+        constraint=Constraint(stacked(rows), start, jnp.ones((COUNT,), bool)),
     )
 
 

@@ -15,7 +15,7 @@ from dllm_jax.strategies.core.constraint import HOLE, View
 from dllm_jax.strategies.core.grammar_paths import Draw
 from dllm_jax.strategies.core.protocol import Readout
 from dllm_jax.strategies.core.state import Sampling
-from tests.structured.toys import random_toy
+from tests.structured.toys import random_toy, stacked
 
 pytestmark = pytest.mark.long
 
@@ -70,7 +70,7 @@ def check_shares(module, seed):
     room = max(0, int(toy.distance[toy.start]) - W) + 1
     logits = rng.normal(0.0, 1.0, (W, IDS)).astype(np.float32)
     view = View(
-        grammars.stacked([grammars.padded(grammars.ready(toy, IDS), SIZES)]),
+        stacked([grammars.padded(grammars.ready(toy, IDS), SIZES)]),
         jnp.full((1,), toy.start, jnp.int32),
         jnp.ones((1,), bool),
         jnp.full((1, W), HOLE, jnp.int32),

@@ -8,7 +8,7 @@ import pytest
 from dllm_jax.runner import grammars
 from dllm_jax.strategies.core import grammar_plan
 from dllm_jax.strategies.core.constraint import FLOOR, HOLE, KNOWN, NEVER, SKIP, View
-from tests.structured.toys import best_text, random_toy, relative
+from tests.structured.toys import best_text, random_toy, relative, stacked
 
 pytestmark = pytest.mark.long
 
@@ -57,7 +57,7 @@ def _planned(module, cases):
         best.append(b), ids.append(i)
         known.append([toy.class_of[c] if isinstance(c, int) else 0 for c in cells])
     view = View(
-        grammars.stacked(rows),
+        stacked(rows),
         jnp.asarray([case[3] for case in cases], jnp.int32),
         jnp.ones(len(cases), bool),
         jnp.asarray(np.stack([case[4] for case in cases]), jnp.int32),

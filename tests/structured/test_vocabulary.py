@@ -18,6 +18,7 @@ from dllm_jax.strategies.core import grammar_plan
 from dllm_jax.strategies.core.constraint import HOLE, KNOWN, SKIP, View
 from dllm_jax.structured import Choice, JsonSchema, Regex
 from tests.structured.test_constrained_llm import fits
+from tests.structured.toys import stacked
 
 pytestmark = [
     pytest.mark.slow,
@@ -91,7 +92,7 @@ def test_texts_of_random_models_are_instances(name, words):
     automaton = structured.compile(one, tree, [STOP], np.arange(STOP + 1, NUM_IDS), 1024)
     ready = grammars.ready(automaton, NUM_IDS)
     bucket = grammars.bucket_of(ready, None)
-    rows = grammars.stacked([grammars.padded(ready, bucket)] * SLOTS)
+    rows = stacked([grammars.padded(ready, bucket)] * SLOTS)
     members = _Members(ready.class_of, bucket.classes)
     shortest = int(automaton.distance[automaton.start])
     plan = jax.jit(grammar_plan.plan)

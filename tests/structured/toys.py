@@ -3,20 +3,17 @@
 import dataclasses
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dllm_jax.strategies.core.constraint import UNREACHABLE
+from dllm_jax.structured import TokenAutomaton
 
 
-@dataclasses.dataclass(frozen=True)
-class Toy:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Toy(TokenAutomaton):
     """A closed automaton: state 0 is dead, class 0 never taken, the last class holds stop ids."""
-
-    class_of: np.ndarray
-    delta: np.ndarray
-    start: int
-    end: int
-    distance: np.ndarray
 
     def after(self, state: int, tokens) -> int:
         """The state behind some tokens."""
@@ -41,6 +38,11 @@ def closed(class_of, delta, accepting, start) -> Toy:
         nearest = np.where(delta > 0, distance[delta], UNREACHABLE).min(axis=1)
         distance = np.minimum(distance, np.minimum(nearest + 1, UNREACHABLE))
     return Toy(class_of, delta, start, end, distance.astype(np.int32))
+
+
+def stacked(rows):
+    """Grammars of slots, one a row."""
+    return jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *rows)
 
 
 def random_toy(rng, num_ids=7, stop_id=6, never=(0,), states=4, classes=3) -> Toy:
