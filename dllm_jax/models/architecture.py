@@ -55,23 +55,15 @@ DENSE = Architecture(
     takes_ops=True,
 )
 
-MOE = Architecture(
-    param_shapes=moe.param_shapes,
-    embed=dense.embed,
-    trunk=moe.trunk,
-    unembed=dense.unembed,
-    takes_live=True,
-    takes_ops=True,
-)
+MOE = dataclasses.replace(DENSE, param_shapes=moe.param_shapes, trunk=moe.trunk, takes_live=True)
 
-DFLASH = Architecture(
+DFLASH = dataclasses.replace(
+    DENSE,
     param_shapes=dflash.param_shapes,
     embed=dflash.embed,
-    trunk=dense.trunk,
     unembed=dflash.unembed,
     context_kv=dflash.context_kv,
     layer_view=dflash.layer_view,
-    takes_ops=True,
 )
 
 GEMMA = Architecture(

@@ -9,7 +9,7 @@ and paged decoding; the feed-forward half of a layer is an argument too, for `mo
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,21 +120,6 @@ class DenseConfig:
         return None
 
 
-class LayerParams(TypedDict):
-    """Weights of one layer, input axis first. `n = N // G`: query heads of one KV head."""
-
-    attn_norm: Float[Array, " D"]
-    wqkv: Float[Array, "D G n+2 H"]  # per KV group: its n query heads, its key, its value
-    bqkv: NotRequired[Float[Array, "G n+2 H"]]
-    q_norm: NotRequired[Float[Array, " H"]]
-    k_norm: NotRequired[Float[Array, " H"]]
-    wo: Float[Array, "N H D"]
-    bo: NotRequired[Float[Array, " D"]]
-    mlp_norm: Float[Array, " D"]
-    w_gate_up: Float[Array, "D C 2 W"]  # interleaved: `layers.gate_up_shape`
-    w_down: Float[Array, "F D"]
-
-
 def param_shapes(cfg: DenseConfig, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
     """Shapes of every weight, used by initialisation, conversion, sharding and restore."""
     return decoder_shapes(cfg, dtype, [mlp_shapes(cfg, dtype)] * cfg.num_layers)
@@ -154,7 +139,11 @@ def leaf(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
 
 
 def decoder_shapes(cfg: DenseConfig, dtype: Any, ffns: list[dict[str, Any]]) -> dict[str, Any]:
-    """The shapes of a decoder whose layer i has the feed-forward weights `ffns[i]`."""
+    """The shapes of a decoder whose layer i has the feed-forward weights `ffns[i]`.
+
+    The input axis of a matrix comes first. Columns of `wqkv` and `bqkv` are, for each KV head, its
+    `n` query heads, its key and its value.
+    """
     D, G, H = cfg.hidden_size, cfg.num_kv_heads, cfg.head_dim
     n = cfg.num_heads // G
     norms = {"q_norm": leaf(dtype, H), "k_norm": leaf(dtype, H)} if cfg.qk_norm else {}

@@ -20,8 +20,21 @@ DREAMON = (
 
 _QWEN2 = Layers(qkv_bias=True)
 _QWEN3 = Layers(qk_norm=True)
-_QWEN_ENDS = ((151643, "<|endoftext|>"), (151645, "<|im_end|>"))
-_LLADA2_ENDS = ((156892, "<|endoftext|>"), (156900, "<|role_end|>"))
+_QWEN_TOKENS: Mapping[str, Any] = {
+    "stop_tokens": ((151643, "<|endoftext|>"), (151645, "<|im_end|>")),
+    "pad_token_id": 151643,
+}
+_SDAR_TOKENS: Mapping[str, Any] = {
+    "mask_token_id": 151669,
+    "mask_tokens": ("<|MASK|>", "<MASK>"),
+    **_QWEN_TOKENS,
+}
+_LLADA2_TOKENS: Mapping[str, Any] = {
+    "mask_token_id": 156895,
+    "mask_tokens": ("<|mask|>",),
+    "stop_tokens": ((156892, "<|endoftext|>"), (156900, "<|role_end|>")),
+    "pad_token_id": 156892,
+}
 
 # Settings of LLaDA's authors and of models trained like theirs: each forward takes the surest token
 # of a block of 32. A threshold of 1 takes no others (Fast-dLLM's is 0.9).
@@ -42,8 +55,15 @@ _AS_DREAM: Mapping[str, Any] = {
     "remasking": "entropy",
     "block_length": None,
     "layers": _QWEN2,
-    "stop_tokens": _QWEN_ENDS,
-    "pad_token_id": 151643,
+    **_QWEN_TOKENS,
+}
+# An autoregressive model: it has no mask token.
+_AS_AR: Mapping[str, Any] = {
+    "shift": True,
+    "attention": "causal",
+    "strategy": "ar",
+    "block_size": 1,
+    "mask_token_id": None,
 }
 # dllm's A2D and OPDLM: an autoregressive model turned into a masked or a block diffusion model. The
 # files do not state which of the two; the name may.
@@ -60,8 +80,7 @@ _A2D: Mapping[str, Any] = {
     **_AS_LLADA,
     "alternatives": ("block_diffusion",),
     "mask_tokens": ("<|mask|>",),
-    "stop_tokens": _QWEN_ENDS,
-    "pad_token_id": 151643,
+    **_QWEN_TOKENS,
     "hints": (
         Hint(pattern="mdlm", settings={"alternatives": ()}),
         Hint(pattern="bd3lm|opdlm", settings=_BY_BLOCKS),
@@ -105,21 +124,16 @@ FAMILIES = (
         architecture="DreamForCausalLM",
         layers=_QWEN3,
         shift=False,
-        attention="block_causal",
         strategy="multi_bd",
         block_size=32,
         accept_threshold=0.9,
-        mask_token_id=151669,
-        mask_tokens=("<|MASK|>", "<MASK>"),
-        stop_tokens=_QWEN_ENDS,
-        pad_token_id=151643,
+        **_SDAR_TOKENS,
     ),
     # ByteDance-Seed/Stable-DiffCoder-8B-Base, -Instruct; model_type is "llama"
     Family(
         family="stable_diffcoder",
         architecture="StableDiffcoderForCausalLM",
         shift=False,
-        attention="block_causal",
         strategy="multi_bd",
         block_size=4,
         mask_token_id=5,
@@ -135,14 +149,12 @@ FAMILIES = (
         model_types=("Fast_dLLM_Qwen",),
         layers=_QWEN2,
         shift=True,
-        attention="block_causal",
         strategy="fast_dllm_v2",
         block_size=32,
         accept_threshold=0.9,
         mask_token_id=151665,
         mask_tokens=("|<MASK>|",),
-        stop_tokens=_QWEN_ENDS,
-        pad_token_id=151643,
+        **_QWEN_TOKENS,
     ),
     # JetLM/SDAR-*-Chat (a -b8 to -b64 in the name states the block), TraDo
     Family(
@@ -151,13 +163,9 @@ FAMILIES = (
         model_types=("sdar",),
         layers=_QWEN3,
         shift=False,
-        attention="block_causal",
         strategy="multi_bd",
         block_size=4,
-        mask_token_id=151669,
-        mask_tokens=("<|MASK|>", "<MASK>"),
-        stop_tokens=_QWEN_ENDS,
-        pad_token_id=151643,
+        **_SDAR_TOKENS,
         hints=(Hint(pattern=r"\buno\b", refusal=UNO),),
     ),
     # JetLM/SDAR-30B-A3B-Chat
@@ -168,13 +176,9 @@ FAMILIES = (
         dialect="qwen_moe",
         layers=Layers(qk_norm=True, norm_topk=True),
         shift=False,
-        attention="block_causal",
         strategy="multi_bd",
         block_size=4,
-        mask_token_id=151669,
-        mask_tokens=("<|MASK|>", "<MASK>"),
-        stop_tokens=_QWEN_ENDS,
-        pad_token_id=151643,
+        **_SDAR_TOKENS,
     ),
     # inclusionAI/LLaDA2.0-*, LLaDA2.1-*, LLaDA2.2-*; Zigeng/DMax-*; MBD-LLaDA2-*
     Family(
@@ -183,14 +187,10 @@ FAMILIES = (
         model_types=("llada2_moe", "llada2_moe_veomni"),
         dialect="llada2",
         shift=False,
-        attention="block_causal",
         strategy="multi_bd",
         block_size=32,
         alternatives=("edit", "dmax"),
-        mask_token_id=156895,
-        mask_tokens=("<|mask|>",),
-        stop_tokens=_LLADA2_ENDS,
-        pad_token_id=156892,
+        **_LLADA2_TOKENS,
         edits=("delete_token_id", "split_token_id"),
         hints=(
             Hint(pattern=r"-CAP\b", settings={"accept_threshold": 0.9}),
@@ -222,13 +222,8 @@ FAMILIES = (
         architecture="Qwen3ForCausalLM",
         model_types=("qwen3",),
         layers=_QWEN3,
-        shift=True,
-        attention="causal",
-        strategy="ar",
-        block_size=1,
-        mask_token_id=None,
-        stop_tokens=_QWEN_ENDS,
-        pad_token_id=151643,
+        **_AS_AR,
+        **_QWEN_TOKENS,
     ),
     # Qwen/Qwen3-30B-A3B
     Family(
@@ -237,24 +232,15 @@ FAMILIES = (
         model_types=("qwen3_moe",),
         dialect="qwen_moe",
         layers=_QWEN3,
-        shift=True,
-        attention="causal",
-        strategy="ar",
-        block_size=1,
-        mask_token_id=None,
-        stop_tokens=_QWEN_ENDS,
-        pad_token_id=151643,
+        **_AS_AR,
+        **_QWEN_TOKENS,
     ),
     # meta-llama/Llama-3.1-8B-Instruct
     Family(
         family="llama",
         architecture="LlamaForCausalLM",
         model_types=("llama",),
-        shift=True,
-        attention="causal",
-        strategy="ar",
-        block_size=1,
-        mask_token_id=None,
+        **_AS_AR,
         stop_tokens=(
             (128001, "<|end_of_text|>"),
             (128008, "<|eom_id|>"),
@@ -282,10 +268,7 @@ FAMILIES = (
         dialect="llada_moe",
         layers=_QWEN3,
         **_AS_LLADA,
-        mask_token_id=156895,
-        mask_tokens=("<|mask|>",),
-        stop_tokens=_LLADA2_ENDS,
-        pad_token_id=156892,
+        **_LLADA2_TOKENS,
     ),
     # dllm-hub/Qwen3-0.6B-diffusion-{mdlm,bd3lm}-v0.1, divelab/Qwen3-*-a2d-init (untrained), OPDLM
     Family(
@@ -336,7 +319,6 @@ DRAFTS = (
         dialect="dflash",
         layers=_QWEN3,
         shift=False,
-        attention="block_causal",
         strategy="dflash",
         block_size=16,
         mask_token_id=None,  # differs by drafter; the config states it

@@ -22,15 +22,12 @@ class Head:
         embed_scale: Factor of a row of `embedding`, in its type. None: the head is not tied to the
             embedding.
         table: The embedding, if the weights are an 8-bit copy of it. None: the weights themselves.
-        axis: Mesh axis whose devices each hold consecutive rows of the weights, padded with zeros;
-            None: one device holds all.
     """
 
     weights: Float[Array, "V D"] | Fp8Head
     scale: float = 1.0
     cap: float | None = None
     embed_scale: float | None = None
-    axis: str | None = None
     table: Float[Array, "V D"] | None = None
 
     @property

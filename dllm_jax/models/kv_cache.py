@@ -18,7 +18,7 @@ from dllm_jax.kernels.kv_write import fp8
 from dllm_jax.kernels.layer.fp8 import Fp8Matrix
 from dllm_jax.models.dflash import DFlashConfig
 from dllm_jax.models.gemma import GemmaConfig
-from dllm_jax.models.sharding import Split, num_local
+from dllm_jax.models.sharding import Split
 
 # K and V of each layer, [P G Z H]; V of 8 bits is [P G H Z].
 Pool = tuple[tuple[Array, Array], ...]
@@ -82,10 +82,12 @@ def new_pool(
     Args:
         split: The devices that share the model; the pool is then one device's.
     """
+    parts = 1 if split is None else split.num_parts
 
     def empty(layer: int) -> tuple[Array, Array]:
         heads, size = cfg.heads(layer)
-        keys = jnp.zeros((num_pages, num_local(heads, split), page_size, size), dtype)
+        own = math.lcm(heads, parts) // parts  # heads that do not divide are repeated
+        keys = jnp.zeros((num_pages, own, page_size, size), dtype)
         if split is not None:
             keys = jax.lax.pcast(keys, (split.axis,), to="varying")
         return keys, jnp.zeros_like(keys.mT if fp8.is_token_last(keys) else keys)

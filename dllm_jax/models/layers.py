@@ -137,24 +137,20 @@ def swiglu(
     x: Float[Array, "... D"] | Fp8Rows,
     w_gate_up: Float[Array, "D C 2 W"] | Fp8Matrix,
     w_down: Float[Array, "F D"] | Fp8Matrix,
-    ops: LayerOps | None = None,
-    dtype: DTypeLike | None = None,
+    ops: LayerOps,
+    dtype: DTypeLike,
 ) -> Array:
     """`(silu(x Wg) * (x Wu)) Wd`, gate and up in one product (Shazeer 2020, eq. 6).
 
     Args:
         w_gate_up: Gate and up interleaved, see `gate_up_shape`.
         ops: Back ends of the products; the last one may return partial sums (see
-            `split_matmul`). None: rows, in plain XLA.
-        dtype: Type of the result if `x` has 8 bits.
+            `split_matmul`).
+        dtype: Type of the rows between the products, and of the result if they have 8 bits.
     """
-    if ops is None:
-        inner = gated_matmul(x, w_gate_up, dtype=dtype, implementation="xla")
-        return split_matmul(inner, w_down, implementation="xla")
     reader = None
     if isinstance(w_down, Fp8Matrix) and ops.axis is None and ops.split_matmul is None:
         reader = w_down
-    dtype = dtype if dtype is not None or isinstance(x, Fp8Rows) else x.dtype
     how = {"one_rounding": ops.one_rounding, "implementation": ops.gated_matmul}
     inner = gated_matmul(x, w_gate_up, dtype=dtype, reader=reader, **how)
     if isinstance(inner, Fp8Groups):

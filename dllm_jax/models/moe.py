@@ -153,11 +153,11 @@ def _ffn(
         out = out.like(rows)
         if not cfg.shared_size:
             return (out,)
-        return out, swiglu(rows, layer["shared_gate_up"], layer["shared_down"], ops)
+        return out, swiglu(rows, layer["shared_gate_up"], layer["shared_down"], ops, dtype)
     out = out.reshape(rows.shape)
     if cfg.shared_size:
         plain = dataclasses.replace(PLAIN, axis=ops.axis)
-        out = out + swiglu(rows, layer["shared_gate_up"], layer["shared_down"], plain)
+        out = out + swiglu(rows, layer["shared_gate_up"], layer["shared_down"], plain, dtype)
     return out
 
 

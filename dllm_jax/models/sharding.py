@@ -307,8 +307,3 @@ def once(bias: Array, axis: str | None) -> Array:
 def first_of(num_local: int, axis: str | None) -> Array | int:
     """The number of the first of the `num_local` experts or ids on this device."""
     return 0 if axis is None else jax.lax.axis_index(axis) * num_local
-
-
-def num_local(count: int, split: Split | None) -> int:
-    """KV heads on each device, for a layer with `count` of them."""
-    return count if split is None else math.lcm(count, split.num_parts) // split.num_parts
