@@ -21,9 +21,16 @@ class Cells(NamedTuple):
         return self.shape[1] * self.shape[2]
 
     def narrow(self, cells: Float[Array, "B K S ..."]) -> Float[Array, "B T ..."]:
-        """The rows of these cells."""
-        B, K, S = self.shape
-        return narrowed(cells.reshape(B, K * S, *cells.shape[3:]), self.first, self.size)
+        """The rows of these cells; any row for those past the window."""
+        rows = cells.reshape(len(cells), self.width, *cells.shape[3:])
+        if isinstance(self.first, int):
+            end = self.first + self.size
+            return rows if self.size == self.width else rows[:, self.first : end]
+        cell = self.first[:, None] + jnp.arange(self.size, dtype=jnp.int32)[None]
+        cell = jnp.minimum(cell, self.width - 1)
+        if rows.ndim == 2:  # keys, say
+            return rows[jnp.arange(len(rows))[:, None], cell]
+        return jnp.take_along_axis(rows, cell[:, :, None], axis=1)
 
     def rows(self, cells: Float[Array, "B K S ..."]) -> Float[Array, "R ..."]:
         """The rows of these cells, slot after slot."""
@@ -31,8 +38,25 @@ class Cells(NamedTuple):
         return own.reshape(own.shape[0] * own.shape[1], *own.shape[2:])
 
     def widen(self, rows: Any) -> Any:
-        """A tree of [B T ...] as [B W ...], zero in other cells."""
-        return jax.tree.map(lambda leaf: widened(leaf, self.first, self.width), rows)
+        """A tree of [B T ...] as [B W ...], zero in other cells.
+
+        Gathers, which XLA fuses with their readers; scatters would be kernels and fills of their
+        own.
+        """
+        return jax.tree.map(self._widened, rows)
+
+    def _widened(self, rows: Array) -> Array:
+        (B, T, *axes), size = rows.shape, self.width
+        if isinstance(self.first, int):
+            if size == T:
+                return rows
+            ends = self.first, size - self.first - T
+            return jnp.pad(rows, ((0, 0), ends, *((0, 0),) * len(axes)))
+        place = jnp.arange(size, dtype=jnp.int32)[None] - self.first[:, None]
+        place = place.reshape(B, size, *(1,) * len(axes))
+        held = (place >= 0) & (place < T)
+        place = jnp.clip(place, 0, T - 1)
+        return jnp.where(held, jnp.take_along_axis(rows, place, axis=1), jnp.zeros((), rows.dtype))
 
     def scatter(self, rows: Any) -> Any:
         """A tree of [R ...] as [B K S ...], zero in other cells."""
@@ -64,31 +88,3 @@ def first_cells(
     first = jnp.argmax(flat, axis=1).astype(jnp.int32)
     held = (flat & (cell < first[:, None] + width)).reshape(where.shape)
     return Cells((B, K, S), first, width), held
-
-
-def narrowed(rows: Float[Array, "B W ..."], first: Int[Array, " B"] | int, width: int) -> Array:
-    """The rows of `width` cells from `first` on; any row for those past the window."""
-    if isinstance(first, int):
-        return rows if width == rows.shape[1] else rows[:, first : first + width]
-    cell = first[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-    cell = jnp.minimum(cell, rows.shape[1] - 1)
-    if rows.ndim == 2:  # keys, say
-        return rows[jnp.arange(len(rows))[:, None], cell]
-    return jnp.take_along_axis(rows, cell[:, :, None], axis=1)
-
-
-def widened(rows: Array, first: Int[Array, " B"] | int, size: int) -> Array:
-    """Rows [B T ...] of the cells from `first` on as [B size ...], zero elsewhere.
-
-    A gather, which XLA fuses with its reader; a scatter would be a kernel and a fill of its own.
-    """
-    if isinstance(first, int):
-        behind = size - first - rows.shape[1]
-        if size == rows.shape[1]:
-            return rows
-        return jnp.pad(rows, ((0, 0), (first, behind), *((0, 0),) * (rows.ndim - 2)))
-    place = jnp.arange(size, dtype=jnp.int32)[None] - first[:, None]
-    place = place.reshape(*place.shape, *(1,) * (rows.ndim - 2))
-    held = (place >= 0) & (place < rows.shape[1])
-    place = jnp.clip(place, 0, rows.shape[1] - 1)
-    return jnp.where(held, jnp.take_along_axis(rows, place, axis=1), jnp.zeros((), rows.dtype))

@@ -245,10 +245,8 @@ class ModelForward:
         num_top: int = 0,
     ) -> Float[Array, "R F"]:
         """Of rows, each with a token: `ForwardOutput.log_probs`."""
-        reader = Reader(
-            lambda rows: self.whole(self.unembed(rows)),
-            self.reader(ask.allow).forbidden,
-            one_rounding=self.one_rounding,
+        reader = self.reader(ask.allow)._replace(
+            unembed=lambda rows: self.whole(self.unembed(rows)), shard=None
         )
         return read_log_probs(reader, hidden, tokens, ask, num_top)
 

@@ -96,34 +96,32 @@ def pack_request(
     slot: int, placement: Placement, window: int, knobs: tuple[str, ...], decodes: bool = False
 ) -> np.ndarray:
     """A placement as `request_fields`."""
-    fields, tail, seed = request_fields(window, len(knobs)), placement.tail, placement.seed
-    row = np.full((fields.size,), -1, np.int32)  # no stop id, nothing given
-    numbers = {
-        "slot": slot,
-        "decodes": decodes,
-        "prompt_len": placement.prompt_len,
-        "limit": placement.limit,
-        "max_nfe": placement.max_nfe,
-        "max_run": placement.max_run,
-        "seed": seed - 2**32 if seed >= 2**31 else seed,  # its bits
-        "fold": placement.fold,
+    tail, seed, numbers = placement.tail, placement.seed, placement.sampling._asdict()
+    sampling = {
+        name: np.float32(number).view(np.int32) if name in REALS else number
+        for name, number in numbers.items()
     }
-    for name, number in (numbers | placement.sampling._asdict()).items():
-        row[fields.at[name]] = np.float32(number).view(np.int32) if name in REALS else number
-    values = np.array([placement.knobs[name] for name in knobs], np.float32)
-    # After the part of the prompt that is not prefilled.
-    given = placement.given[: window - len(tail)]
-    behind = tail + (0,) * (window - len(tail))
-    parts = {
-        "knobs": (0, values.view(np.int32)),
-        "stop_ids": (0, placement.stop_ids),
-        "tail": (0, behind),
-        "given": (len(tail), given),
-    }
-    for name, (first, ids) in parts.items():
-        at = fields.at[name] + first
-        row[at : at + len(ids)] = ids
-    return row
+    nothing = (-1,) * max(window, STOP_WIDTH)  # no stop id, nothing given
+    given = nothing[: len(tail)] + placement.given  # after what of the prompt is not prefilled
+    row = request_fields(
+        window, len(knobs)
+    ).pack(
+        1,
+        slot=slot,
+        decodes=decodes,
+        prompt_len=placement.prompt_len,
+        limit=placement.limit,
+        max_nfe=placement.max_nfe,
+        max_run=placement.max_run,
+        seed=seed - 2**32 if seed >= 2**31 else seed,  # its bits
+        fold=placement.fold,
+        **sampling,
+        knobs=np.array([placement.knobs[name] for name in knobs], np.float32).view(np.int32),
+        stop_ids=np.array((placement.stop_ids + nothing)[:STOP_WIDTH]),
+        tail=np.array(tail, np.int32),
+        given=np.array((given + nothing)[:window]),
+    )
+    return row[0]
 
 
 # --- slots --------------------------------------------------------------------------------------
