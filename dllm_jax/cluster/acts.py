@@ -55,14 +55,24 @@ class LeadingDevice:
         self._device.reset()
 
     def compile(self, call: Call, slots: Sequence[int]) -> None:  # noqa: D102
-        call = dataclasses.replace(call, args=self._device.args_of(call))
-        self._leader.send(*_message("compile", call))
-        self._device.compile(call, slots)
+        self._device.compile(self._sent("compile", call), slots)
 
     def run(self, call: Call) -> Any:  # noqa: D102
+        return self._device.run(self._sent("run", call))
+
+    def _sent(self, what: str, call: Call) -> Call:
+        """A call with its arguments computed, once the others have it."""
         call = dataclasses.replace(call, args=self._device.args_of(call))
-        self._leader.send(*_message("call", call))
-        return self._device.run(call)
+        head = {
+            "what": what,
+            "key": call.name,
+            "sizes": call.sizes and dataclasses.astuple(call.sizes),
+            "static": call.static,
+            "options": call.options,
+            "program": call.program.__name__,
+        }
+        self._leader.send(head, call.args)
+        return call
 
     def bind(  # noqa: D102
         self, slot: int, sizes: grammars.Sizes, row: Sequence[np.ndarray], at: int
@@ -78,18 +88,6 @@ class LeadingDevice:
     def read_labels(self, *arrays: np.ndarray) -> jax.Array:  # noqa: D102
         self._leader.send({"what": "labels"}, arrays)
         return self._device.read_labels(*arrays)
-
-
-def _message(what: str, call: Call) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    head = {
-        "what": what,
-        "key": call.name,
-        "sizes": call.sizes and dataclasses.astuple(call.sizes),
-        "static": call.static,
-        "options": call.options,
-        "program": call.program.__name__,
-    }
-    return head, call.args
 
 
 def follow(runner: ModelRunner, follower: Follower) -> None:
@@ -131,6 +129,6 @@ def _replay(runner: ModelRunner, head: Mapping[str, Any], arrays: list[np.ndarra
     program = getattr(programs, head["program"])
     key, args = tuple(head["key"]), tuple(arrays)
     call = Call(key, program, args, head["static"], sizes, head["options"])
-    if head["what"] == "call":
+    if head["what"] == "run":
         return runner.submit(device.run, call)
     return runner.submit(device.compile, call, ())

@@ -89,11 +89,8 @@ def _agree(runner: ModelRunner, model: Model, aux: Mapping[str, Model]) -> None:
     """The same pages on every process, of the same model and settings."""
     assert runner.memory is not None
     strategy: Any = runner.programs.strategy
-    plain = {
-        field.name: getattr(strategy, field.name)
-        for field in dataclasses.fields(strategy)
-        if isinstance(getattr(strategy, field.name), int | float | str | tuple)
-    }
+    fields = vars(strategy).items()
+    plain = {name: value for name, value in fields if isinstance(value, int | float | str | tuple)}
     models = {name: (other.source, other.config) for name, other in aux.items()}
     layout = dataclasses.replace(runner.layout, num_pages=0)
     versions = metadata.version("dllm-jax"), jax.__version__

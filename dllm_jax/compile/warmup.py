@@ -125,7 +125,8 @@ def every_program(layout: EngineLayout, saved_size: int) -> list[Work]:
     every = itertools.product(tables, sizes, layout.pass_kinds)
     prefills = [_prefill(size, columns, kind) for columns, size, kind in every]
     if layout.prompts_a_pass > 1:  # they stand in the first bucket of both
-        prefills.insert(0, _short_prompts(layout))
+        (kind,) = layout.pass_kinds
+        prefills.insert(0, _prefill(sizes[-1], tables[-1], kind, layout.prompts_a_pass))
     pairs = itertools.zip_longest(decodes, prefills)
     work = [item for pair in pairs for item in pair if item is not None]
     empty = timing.made_up(layout, layout.page_buckets[-1], 1)
@@ -167,12 +168,6 @@ def _prefill(size: int, columns: int, kind: PassKind, prompts: int = 1) -> Work:
 
     several = f"{prompts} prompts of " if prompts > 1 else ""
     return Work(f"prefill {several}{size} tokens, {columns} pages, {kind}", act)
-
-
-def _short_prompts(layout: EngineLayout) -> Work:
-    """The pass over several short prompts."""
-    (kind,) = layout.pass_kinds
-    return _prefill(layout.prefill_buckets[0], layout.page_buckets[0], kind, layout.prompts_a_pass)
 
 
 def compile_ahead(

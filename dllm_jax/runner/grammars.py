@@ -76,7 +76,8 @@ def ready(automaton: TokenAutomaton, num_ids: int) -> Ready:
                 f"the constraint's automaton has {has} {what}, and at most {fits} fit the device; "
                 "make it simpler, or shorten its repetitions"
             )
-    return Ready(**(vars(automaton) | {"class_of": class_of}), arrays=given)
+    fields: dict[str, Any] = vars(automaton) | {"class_of": class_of}
+    return Ready(**fields, arrays=given)
 
 
 _WORDS = {

@@ -102,7 +102,7 @@ def pack_request(
         for name, number in numbers.items()
     }
     nothing = (-1,) * max(window, STOP_WIDTH)  # no stop id, nothing given
-    given = nothing[: len(tail)] + placement.given  # after what of the prompt is not prefilled
+    given = nothing[: len(tail)] + placement.given  # after the part of the prompt in the window
     row = request_fields(
         window, len(knobs)
     ).pack(

@@ -5,7 +5,6 @@ cancels. Made-up requests have page ids of -1: reading them costs as much as rea
 nothing is written.
 """
 
-import functools
 import itertools
 import statistics
 import time
@@ -38,30 +37,23 @@ def calibrate(
     layout: EngineLayout = runner.layout
     until = clock() + budget_s
 
-    def timed(measure: Callable[..., float], sizes: Sequence[int], kind: str | None):
-        return {
-            (size, columns): _typical(
-                functools.partial(measure, runner, clock, size, columns, kind), clock() < until
-            )
-            for size, columns in itertools.product(sizes, layout.page_buckets)
-        }
+    def timed(measure: Callable[..., float], sizes: Sequence[int], *kind: str):
+        found = {}
+        for size, columns in itertools.product(sizes, layout.page_buckets):
+            is_early = clock() < until
+            times = [measure(runner, clock, size, columns, *kind)]
+            while is_early and times[0] <= SLOW_S and len(times) < REPEATS:
+                times.append(measure(runner, clock, size, columns, *kind))
+            found[size, columns] = statistics.median(times)
+        return found
 
-    decode = timed(_step_s, layout.slot_buckets, None)
+    decode = timed(_step_s, layout.slot_buckets)
     prefill = {kind: timed(_pass_s, layout.prefill_buckets, kind) for kind in layout.pass_kinds}
-    cost = Cost(decode, prefill)
     runner.reset()
-    return cost
+    return Cost(decode, prefill)
 
 
-def _typical(measure: Callable[[], float], repeats: bool) -> float:
-    first = measure()
-    if first > SLOW_S or not repeats:
-        return first
-    more = [measure() for _ in range(REPEATS - 1)]
-    return statistics.median([first, *more])
-
-
-def _step_s(runner: Any, clock: Callable[[], float], rows: int, columns: int, kind: None) -> float:
+def _step_s(runner: Any, clock: Callable[[], float], rows: int, columns: int) -> float:
     """One decode step of `rows` slots."""
     slots, pages = np.arange(rows, dtype=np.int32), np.full((rows, columns), -1, np.int32)
     placement = made_up(runner.layout, columns)
