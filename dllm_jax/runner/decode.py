@@ -24,8 +24,6 @@ from dllm_jax.strategies.core.protocol import PrefillChunk, SlotSpec, bind_knobs
 from dllm_jax.strategies.core.state import (
     ACTIVE,
     DUMMY,
-    RUNNING,
-    BlockBuffer,
     DecodeState,
     Limits,
     Sampling,
@@ -83,41 +81,11 @@ def new_state(
     kept = boundary_size(strategy, model)
     buffer = driver.admit_window(strategy.needs, spec, tail, batch.prompt_len, batch.limit)
     settings = {name: getattr(batch, name) for name in SETTINGS}
-    slots = new_slots(strategy, spec, kept, settings, buffer, max_output)
+    slots = driver.new_slots(strategy, spec, settings, buffer, max_output, kept)
     return slots.replace(
         rows=jnp.zeros((*tail.shape, kept), spec.dtype),
         page_table=page_table,
         pools=new_pools(strategy, model, aux, num_pages, page_size),
-    )
-
-
-def new_slots(
-    strategy: Any,
-    spec: SlotSpec,
-    kept: int,
-    settings: Mapping[str, Any],
-    buffer: BlockBuffer,
-    max_output: int,
-) -> DecodeState:
-    """Everything of fresh requests but pools, pages and transient rows.
-
-    Args:
-        kept: Width of the boundary row (`boundary_size`).
-        settings: `SETTINGS` by name.
-        buffer: Their windows.
-    """
-    B = spec.num_slots
-    return DecodeState(
-        **settings,
-        buffer=buffer,
-        finish=jnp.full((B,), RUNNING, jnp.int32),
-        carry=driver.broadcast_carry(strategy.init(spec), spec),
-        boundary=jnp.zeros((B, kept), spec.dtype),
-        rows=None,  # type: ignore[arg-type]
-        page_table=None,  # type: ignore[arg-type]
-        pools=None,
-        output=jnp.zeros((B, max_output), jnp.int32),
-        output_len=jnp.zeros((B,), jnp.int32),
     )
 
 

@@ -70,8 +70,8 @@ def _fresh(programs: Programs, request: Int[Array, " X"]) -> DecodeState:
         part("limit"),
         given=_given(programs, request),
     )
-    settings, most = _settings(programs, request), programs.max_output
-    slot = decoding.new_slots(programs.strategy, spec, programs.kept, settings, buffer, most)
+    given = _settings(programs, request), buffer, programs.max_output, programs.kept
+    slot = driver.new_slots(programs.strategy, spec, *given)
     return slot.replace(written=nothing_written(1, programs.num_kept))
 
 

@@ -4,7 +4,7 @@
 them. One step is `propose`, which calls `strategy.step`, then `advance` (docs/contract.md).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import jax
@@ -110,6 +110,36 @@ def broadcast_carry(carry: Carry, spec: SlotSpec) -> Carry:
     )
 
 
+def new_slots(
+    strategy: Any,
+    spec: SlotSpec,
+    settings: Mapping[str, Any],
+    buffer: BlockBuffer,
+    max_output: int,
+    kept: int = 0,
+) -> DecodeState:
+    """Everything of fresh requests but pools, pages and transient rows.
+
+    Args:
+        settings: `sampling`, `limits`, `knobs` and `keys`.
+        buffer: Their windows.
+        kept: Width of the boundary row.
+    """
+    B = spec.num_slots
+    return DecodeState(
+        **settings,
+        buffer=buffer,
+        finish=jnp.full((B,), RUNNING, jnp.int32),
+        carry=broadcast_carry(strategy.init(spec), spec),
+        boundary=jnp.zeros((B, kept), spec.dtype),
+        rows=None,  # type: ignore[arg-type]
+        page_table=None,  # type: ignore[arg-type]
+        pools=None,
+        output=jnp.zeros((B, max_output), jnp.int32),
+        output_len=jnp.zeros((B,), jnp.int32),
+    )
+
+
 def decode_step(
     strategy: Any, forward: Forward, state: DecodeState, spec: SlotSpec
 ) -> tuple[DecodeState, StepInfo]:
@@ -118,10 +148,8 @@ def decode_step(
     Finished rows stay bit for bit as they are; their `info` is zero. A row that meets a value
     that is not finite ends with ERROR and what it had before the step.
     """
-    if state.written is None:
-        return advance(strategy, state, *propose(strategy, forward, state), spec)
-    recorder = Recorder(forward)
-    proposed = propose(strategy, cast(Forward, recorder), state)
+    recorder = None if state.written is None else Recorder(forward)
+    proposed = propose(strategy, cast(Forward, recorder or forward), state)
     return advance(strategy, state, *proposed, spec, recorder)
 
 

@@ -20,7 +20,6 @@ from ..core.state import (
     DUMMY,
     EMPTY,
     NO_LIMIT,
-    RUNNING,
     TO_CACHE,
     DecodeState,
     Limits,
@@ -80,20 +79,20 @@ def draw(
         end, cell = limit + rng.integers(0, W - limit + 1), np.arange(W)[None]
         brings = (cell >= prompt_len[:, None]) & (cell < end[:, None])
         brings &= (cell >= limit[:, None]) | (rng.random((B, W)) < 0.2)
-        given = _int32(np.where(brings, rng.integers(1, VOCAB, (B, W)), -1))
     else:
-        given = None
+        brings = None
         prompt_len = rng.integers(1, 2 * S + 4, B)
         limit = prompt_len + rng.integers(1, (K + 2) * S, B)
         if strategy.needs.pins:
             brings = (rng.random((B, W)) < rng.choice([0.0, 0.3], (B, 1))) & (np.arange(W) < S)
-            given = _int32(np.where(brings, rng.integers(1, VOCAB, (B, W)), -1))
         elif strategy.needs.starts_filled:
             rest = prompt_len % S if strategy.needs.prompt.is_grid else np.zeros(B, int)
             brings = (rng.random((B, W)) < rng.choice([0.0, 0.0, 0.3], (B, 1))) & (
                 np.arange(W) >= rest[:, None]
             )
-            given = _int32(np.where(brings, rng.integers(1, VOCAB, (B, W)), -1))
+    given = None
+    if brings is not None:
+        given = _int32(np.where(brings, rng.integers(1, VOCAB, (B, W)), -1))
     # Mostly the same token at a position, now and then another one.
     token = rng.integers(0, VOCAB - 1, (B, 1, X)) + (rng.random((B, ROWS, X)) < 0.2)
     world = World(
@@ -152,23 +151,16 @@ def _admit(
     world: World,
 ) -> DecodeState:
     """Fresh requests, their prompts taken in."""
-    K, S, needs = strategy.buffer_size or 1, strategy.block_size, strategy.needs
-    B, X = prompt.shape
+    needs, (B, X) = strategy.needs, prompt.shape
     spec = slot_spec(strategy, B)
     tail = driver.prompt_tail(needs, spec, prompt, prompt_len)
     buffer = driver.admit_window(needs, spec, tail, prompt_len, limit, given)
     before = jnp.arange(X)[None] < buffer.start[:, None]
-    state = DecodeState(
-        **settings,
-        buffer=buffer,
-        finish=jnp.full((B,), RUNNING, jnp.int32),
-        carry=driver.broadcast_carry(strategy.init(spec), spec),
-        boundary=jnp.zeros((B, 0)),
-        rows=jnp.zeros((B, K * S, 0)),
+    state = driver.new_slots(strategy, spec, settings, buffer, X).replace(
+        rows=jnp.zeros((*tail.shape, 0)),
         page_table=jnp.full((B, 1), -1, jnp.int32),
         pools=world.replace(cached=jnp.where(before, 1, world.cached)),
         output=jnp.ones((B, X), jnp.int32),
-        output_len=jnp.zeros((B,), jnp.int32),
     )
     forward: Any = Forward(state, needs.boundary)
     whole = jnp.ones((B, 1, 1), bool)

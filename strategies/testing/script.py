@@ -26,7 +26,7 @@ from ..core.protocol import (
     split_knobs,
 )
 from ..core.resolve import load_strategy
-from ..core.state import FINISH_REASONS, NO_LIMIT, RUNNING, STUCK, DecodeState, Limits, Sampling
+from ..core.state import FINISH_REASONS, NO_LIMIT, STUCK, DecodeState, Limits, Sampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,29 +263,14 @@ def _run(strategy, knobs, script, prompt, prompt_len, limit, limits, mask_id, vo
     K, S = strategy.buffer_size or 1, strategy.block_size
     num_forwards, num_positions = script.token.shape
     spec = SlotSpec(1, K, S, vocab_size, 0, mask_id, jnp.float32)
-    carry = driver.broadcast_carry(strategy.init(spec), spec)
-    zeros = jnp.zeros((1,), jnp.int32)
-    state = DecodeState(
-        buffer=driver.admit_window(
-            strategy.needs,
-            spec,
-            driver.prompt_tail(strategy.needs, spec, prompt, prompt_len),
-            prompt_len,
-            limit,
-        ),
-        sampling=Sampling(jnp.zeros((1,)), zeros, jnp.ones((1,))),
-        limits=limits,
-        finish=jnp.full((1,), RUNNING, jnp.int32),
-        carry=carry,
-        knobs=knobs,
-        keys=jax.random.split(jax.random.key(0), 1),
-        boundary=jnp.zeros((1, 0)),
-        rows=jnp.zeros((1, K * S, 0)),
-        page_table=jnp.full((1, 1), -1, jnp.int32),
-        pools={},
-        output=jnp.zeros((1, num_positions + K * S), jnp.int32),
-        output_len=zeros,
+    tail = driver.prompt_tail(strategy.needs, spec, prompt, prompt_len)
+    buffer = driver.admit_window(strategy.needs, spec, tail, prompt_len, limit)
+    keys = jax.random.split(jax.random.key(0), 1)
+    settings = {"sampling": Sampling.greedy(1), "limits": limits, "knobs": knobs, "keys": keys}
+    state = driver.new_slots(strategy, spec, settings, buffer, num_positions + K * S).replace(
+        rows=jnp.zeros((1, K * S, 0)), page_table=jnp.full((1, 1), -1, jnp.int32), pools={}
     )
+    zeros = jnp.zeros((1,), jnp.int32)
     prefill: Any = _ScriptedForward(script, zeros[0], state.buffer.start, mask_id, vocab_size)
     whole = jnp.ones((1, 1, 1), bool)
     state = strategy.absorb(PrefillChunk(prefill, state, None, whole, whole[:, 0, 0]), state)

@@ -79,28 +79,18 @@ def batch_state(strategy: Any, cases: list[Case], keys: Any, knobs: dict[str, An
     prompt_len = jnp.asarray([len(case.prompt) for case in cases], jnp.int32)
     limit = jnp.asarray([case.limit for case in cases], jnp.int32)
     max_nfe = [case.limits.get("max_nfe") or NO_LIMIT for case in cases]
-    none = jnp.zeros((slots,), jnp.int32)
     spec = SlotSpec(slots, K, S, 0, 0, -1, jnp.float32)
     tail = driver.prompt_tail(strategy.needs, spec, jnp.asarray(prompt), prompt_len)
-    return DecodeState(
-        buffer=driver.admit_window(strategy.needs, spec, tail, prompt_len, limit),
-        sampling=Sampling(jnp.zeros((slots,)), none, jnp.ones((slots,))),
-        limits=Limits(
-            stop_ids=jnp.asarray(stops),
-            max_nfe=jnp.asarray(max_nfe, jnp.int32),
-            max_run=jnp.full((slots,), NO_LIMIT, jnp.int32),
-        ),
-        finish=jnp.full((slots,), RUNNING, jnp.int32),
-        carry=strategies.Carry(),
-        knobs={name: jnp.asarray(value, jnp.float32) for name, value in knobs.items()},
-        keys=keys,
-        boundary=jnp.zeros((slots, 0)),
-        rows=jnp.zeros((slots, K * S, 0)),
-        page_table=jnp.full((slots, 1), -1, jnp.int32),
-        pools={},
-        output=jnp.zeros((slots, POSITIONS), jnp.int32),
-        output_len=none,
+    buffer = driver.admit_window(strategy.needs, spec, tail, prompt_len, limit)
+    limits = Limits(
+        stop_ids=jnp.asarray(stops),
+        max_nfe=jnp.asarray(max_nfe, jnp.int32),
+        max_run=jnp.full((slots,), NO_LIMIT, jnp.int32),
     )
+    knobs = {name: jnp.asarray(value, jnp.float32) for name, value in knobs.items()}
+    settings = {"sampling": Sampling.greedy(slots), "limits": limits, "knobs": knobs, "keys": keys}
+    state = driver.new_slots(strategy, spec, settings, buffer, POSITIONS)
+    return state.replace(rows=jnp.zeros((slots, K * S, 0)), pools={})
 
 
 @jax.jit
