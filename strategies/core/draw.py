@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
+from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 from .forward import Readout, TokenStats
 from .state import NO_TOKEN, Sampling
@@ -81,8 +81,9 @@ def token_stats(
         logits = restrict(logits)
         law = drawn_law(logits, sampling, shard)
         noisy = law
-        if keys is not None:
-            noisy = law + _gumbel(keys, sampling.temperature > 0, law, shard)
+        if keys is not None:  # Gumbel-max: an argmax of noisy logits is a draw
+            tempered = (sampling.temperature > 0)[:, None]
+            noisy = law + jnp.where(tempered, gumbel(keys, law, shard), 0.0)
         token = jnp.argmax(noisy, axis=-1)
         judged = law if ask.confidence == "drawn" else logits
         if shard is not None:
@@ -169,13 +170,6 @@ def _judge(
         top_ids=top_ids,
         top_probs=jnp.exp(top_law - peak[:, None]) / mass[:, None],
     )
-
-
-def _gumbel(
-    keys: PRNGKeyArray, tempered: Bool[Array, " R"], law: Float[Array, "R V"], shard: Shard | None
-) -> Float[Array, "R V"]:
-    """Noise that makes an argmax a draw (Gumbel-max), a key a row; none for greedy rows."""
-    return jnp.where(tempered[:, None], gumbel(keys, law, shard), 0.0)
 
 
 def gumbel(

@@ -131,16 +131,14 @@ def _with_defaults(kind: type) -> type[Strategy]:
 
 
 def _find(spec: str) -> Any:
-    if ":" not in spec:
-        if spec not in strategy_names():
-            raise ValueError(
-                f"strategy={short_repr(spec)} is unknown; use one of "
-                f"{', '.join(strategy_names())}, "
-                "'package.module:Name' or 'path/to/file.py:name'"
-            )
-        module = importlib.import_module(f"{_PACKAGE}.{spec}")
-        return module.STRATEGY
-    return load_object(spec, "strategy")
+    if ":" in spec:
+        return load_object(spec, "strategy")
+    if spec not in strategy_names():
+        raise ValueError(
+            f"strategy={short_repr(spec)} is unknown; use one of {', '.join(strategy_names())}, "
+            "'package.module:Name' or 'path/to/file.py:name'"
+        )
+    return importlib.import_module(f"{_PACKAGE}.{spec}").STRATEGY
 
 
 def load_object(spec: str, what: str) -> Any:

@@ -121,7 +121,7 @@ class EditIndel(Strategy):
         last |= buffer.block_steps >= self.max_block_steps - 1
         final = (last & active) | known["final"]
 
-        before = indel.text(buffer.tokens, buffer.filled)
+        before = jnp.where(buffer.filled, buffer.tokens, indel.HOLE)
         plain = indel.plain(stats, self.edit_ids)
         token = jnp.where(final[:, :, None], plain, stats.token)
         write = jnp.where(final[:, :, None], holes | edit, fill | edit)

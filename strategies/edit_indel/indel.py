@@ -16,11 +16,6 @@ from ..core.forward import TokenStats
 HOLE, NOTHING = -2, -3  # no ids; NO_TOKEN, of a readout that is not finite, is a third
 
 
-def text(tokens: Int[Array, "B K S"], filled: Bool[Array, "B K S"]) -> Int[Array, "B K S"]:
-    """Tokens and holes as one array."""
-    return jnp.where(filled, tokens, HOLE)
-
-
 def plain(stats: TokenStats, edit_ids: tuple[int, int]) -> Int[Array, "B K S"]:
     """The token of each cell, or the likeliest that is neither DELETE nor SPLIT: one of three."""
     token = stats.token
