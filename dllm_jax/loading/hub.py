@@ -127,13 +127,10 @@ def _header(repository: "_Repository", commit: str, file: str) -> bytes:
         hf_raise_for_status(answer)
         for chunk in answer.iter_bytes(_CHUNK):
             data += chunk
-            if len(data) >= min(_LONGEST_HEADER, _LENGTH_BYTES + _length(data)):
+            length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+            if len(data) >= min(_LONGEST_HEADER, _LENGTH_BYTES + length):
                 break
     return data
-
-
-def _length(data: bytes) -> int:
-    return int.from_bytes(data[:_LENGTH_BYTES], "little")
 
 
 class _Repository:

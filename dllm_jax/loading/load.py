@@ -22,8 +22,9 @@ from dllm_jax.loading.model import Model, TokenizerSource
 from dllm_jax.loading.sources import LoadError, find_adapter, find_folder, find_tokenizer, join
 from dllm_jax.models import kv_cache
 from dllm_jax.models.architecture import arch_of
+from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.families import parse_config
-from dllm_jax.models.family import Family
+from dllm_jax.models.family import Family, FamilyDefaults
 from dllm_jax.models.head import Unembed
 from dllm_jax.models.kv_cache import KVCacheDType
 from dllm_jax.models.published import PUBLISHED
@@ -137,20 +138,40 @@ def load_family(family: Any) -> Family:
     return found
 
 
-def _spelt(model: Model, tokenizer: str | os.PathLike[str] | None) -> Model:
-    """The model, which has no weights yet, with another tokenizer."""
-    if tokenizer is None:
-        return model
-    folder = find_tokenizer(tokenizer)
-    last, size = max(tokenizer_files.read_parts(folder).texts), model.config.vocab_size
-    if last >= size:
-        raise LoadError(
-            f"tokenizer={short_repr(os.fspath(tokenizer))} has id {last}, {model.source!r} has "
-            f"ids below {size}; give the tokenizer of its family"
-        )
-    source = TokenizerSource(tokenizer_files.digest(folder), folder)
-    defaults = dataclasses.replace(model.defaults, vocab_limit=last + 1)
-    return model.replace(tokenizer_source=source, defaults=defaults)
+def _without_weights(
+    source: str,
+    config: DenseConfig,
+    defaults: FamilyDefaults,
+    texts: Path | None,
+    tokenizer: str | os.PathLike[str] | None,
+    split: Split | None,
+) -> Model:
+    """A model that has no weights yet.
+
+    Args:
+        texts: The folder of its own tokenizer.
+        tokenizer: Another one, which is taken instead.
+    """
+    if tokenizer is not None:
+        texts = find_tokenizer(tokenizer)
+        last = max(tokenizer_files.read_parts(texts).texts)
+        if last >= config.vocab_size:
+            raise LoadError(
+                f"tokenizer={short_repr(os.fspath(tokenizer))} has id {last}, {source!r} has "
+                f"ids below {config.vocab_size}; give the tokenizer of its family"
+            )
+        defaults = dataclasses.replace(defaults, vocab_limit=last + 1)
+    model = Model(
+        params=None,
+        config=config,
+        arch=arch_of(config),
+        defaults=defaults,
+        source=source,
+        tokenizer_source=texts and TokenizerSource(tokenizer_files.digest(texts), texts),
+    )
+    if split is not None:
+        _require_shareable(model)
+    return model
 
 
 def _in_8_bits(model: Model, kv_cache_dtype: KVCacheDType, quantize_head: bool) -> Model:
@@ -204,28 +225,16 @@ def _from_folder(
     progress: Callable[[int, int], None] | None,
     quantization: Quantization | None,
     split: Split | None,
-    other_tokenizer: str | os.PathLike[str] | None,
+    tokenizer: str | os.PathLike[str] | None,
     family: Family | None,
 ) -> Model:
     target = "float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
     report = checkpoints.inspect(folder, lora=adapter, family=family)
     is_small, further = _chosen(source, report, quantization)
     config, defaults = report.require_ok()
-    tokenizer = None
-    if tokenizer_files.has_tokenizer(folder):
-        tokenizer = TokenizerSource(tokenizer_files.digest(folder), folder)
-    model = Model(
-        params=None,
-        config=config,
-        arch=arch_of(config),
-        defaults=defaults,
-        source=source,
-        tokenizer_source=tokenizer,
-    )
-    model = _spelt(model, other_tokenizer)
+    texts = folder if tokenizer_files.has_tokenizer(folder) else None
+    model = _without_weights(source, config, defaults, texts, tokenizer, split)
     keep, cut = one_by_one(config, is_small, split), split and split.rows
-    if split is not None:
-        _require_shareable(model)
     # A CPU has nothing to overlap, and would compile a program for each shape.
     as_stored = split is None and jax.default_backend() != "cpu"
     params, _ = checkpoints.load_params(
@@ -317,26 +326,15 @@ def _random(
     if quantization == "fp8":
         _require_supported(source, parsed.config)
     kind = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    arch = arch_of(parsed.config)
-    shapes = arch.param_shapes(parsed.config, kind if dtype == "auto" else dtype)
-    model = Model(
-        params=None,
-        config=parsed.config,
-        arch=arch,
-        defaults=parsed.defaults,
-        source=source,
-    )
-    model = _spelt(model, tokenizer)
-    if split is not None:
-        _require_shareable(model)
+    model = _without_weights(source, parsed.config, parsed.defaults, None, tokenizer, split)
+    shapes = model.arch.param_shapes(parsed.config, kind if dtype == "auto" else dtype)
     leaves, tree = jax.tree.flatten_with_path(shapes)
 
     def drawn(index: int, path: tuple[Any, ...], leaf: Any) -> Any:
         drawn = random_leaf(index, path, leaf)
-        placed = drawn
         if split is not None:
-            placed = jax.block_until_ready(split.put(path, drawn, parsed.config))
-        return quantized(path, placed, split) if quantization == "fp8" else placed
+            drawn = jax.block_until_ready(split.put(path, drawn, parsed.config))
+        return quantized(path, drawn, split) if quantization == "fp8" else drawn
 
     params = jax.tree.unflatten(tree, [drawn(i, *leaf) for i, leaf in enumerate(leaves)])
     return model.replace(params=params, split=split)

@@ -119,11 +119,9 @@ class Model(struct.PyTreeNode):
             return self.params
         cfg, dtype = self.config, self.params["final_norm"].dtype
         ids = cfg.vocab_size, cfg.hidden_size
-        joined: dict[str, tuple[int, ...]] = {
-            "embed": ids,
-            "lm_head": ids,
-        }  # a drafter has its target's
-        joined["context_wkv"] = cfg.hidden_size, cfg.num_layers, cfg.num_kv_heads, 2, cfg.head_dim
+        of_context = cfg.hidden_size, cfg.num_layers, cfg.num_kv_heads, 2, cfg.head_dim
+        # Of a drafter, whose network shares its target's embedding and head.
+        joined = {"embed": ids, "lm_head": ids, "context_wkv": of_context}
         shapes = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in joined.items()}
         shapes |= self.arch.param_shapes(cfg, dtype)
         return shapes_like(self.params, {name: shapes[name] for name in self.params})
