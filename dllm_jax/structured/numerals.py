@@ -61,20 +61,16 @@ def whole(low: int, high: int | None) -> str | None:
     size = len(str(low))
     if high is None:
         longer = f"[1-9][0-9]{{{size},}}"
-        return f"(?:{_same_size(low, 10**size - 1)}|{longer})"
+        return f"(?:{_digits(str(low), '9' * size)}|{longer})"
     parts = []
     while size < len(str(high)):
-        parts.append(_same_size(low, 10**size - 1))
+        parts.append(_digits(str(low), "9" * size))
         low, size = 10**size, size + 1
-    return _joined([*parts, _same_size(low, high)])
-
-
-def _same_size(low: int, high: int) -> str:
-    """An expression for the numbers from `low` to `high`, which have equally many digits."""
-    return _digits(str(low), str(high))
+    return _joined([*parts, _digits(str(low), str(high))])
 
 
 def _digits(low: str, high: str) -> str:
+    """An expression for the numbers from `low` to `high`, which have equally many digits."""
     if not low:
         return ""
     rest = len(low) - 1

@@ -239,17 +239,12 @@ class _Writer:
                     saids.append(said.under("additionalProperties", more))
             if patterns and not any(matched) and all(one.schema is True for one in saids):
                 continue  # any other name with any value would be most of the automaton
-            if self._layout.is_bare:
-                key = self._layout.any_name
-                for pattern, (tree, wide) in patterns.items():
-                    key = [(BOTH, (key, tree)) if is_of[pattern] else (FIRST_ALONE, (key, wide))]
-                yield key, saids
-                continue
-            key = in_json(ANYTHING) if patterns else self._layout.any_name
-            for pattern, (tree, wide) in patterns.items():
-                one = (BOTH, (key, in_json(tree)))
-                key = [one if is_of[pattern] else (FIRST_ALONE, (key, in_json(wide)))]
-            yield key if not patterns else [*text('"'), *key, *text('"')], saids
+            is_quoted = bool(patterns) and not self._layout.is_bare
+            key = in_json(ANYTHING) if is_quoted else self._layout.any_name
+            for pattern, trees in patterns.items():
+                tree, wide = map(in_json, trees) if is_quoted else trees
+                key = [(BOTH, (key, tree)) if is_of[pattern] else (FIRST_ALONE, (key, wide))]
+            yield [*text('"'), *key, *text('"')] if is_quoted else key, saids
 
     # --- arrays ----------------------------------------------------------------------------------
 

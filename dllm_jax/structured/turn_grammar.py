@@ -47,6 +47,9 @@ class _Writer:
         marks_of_thoughts = [*([] if self._is_apart else self._think), *self._end]
         self._others = [one for one in marks_of_thoughts if one > 255] if tools.thinks else []
         self._banned = [self._think] if self._is_apart else []
+        self._has_calls = tools.choice != "none" and bool(tools.tools)
+        ends = [self._end, *([self._opens] if self._has_calls else [])]
+        self._within = free(ends)  # thoughts, up to their end or a call
 
     def _spelt(self, said: str) -> list[int]:
         """The letters of a text that may hold marks."""
@@ -65,9 +68,8 @@ class _Writer:
         if tools.stage == "names":
             for i in [i for i, tool in enumerate(tools.tools) if tool.strict]:
                 self._arguments(i)  # or refuse
-        has_calls = tools.choice != "none" and bool(tools.tools)
         calls = []
-        if has_calls:
+        if self._has_calls:
             calls = [*self._call(), *([] if tools.stage == "names" else self._more())]
         answer = self._prose()
         if tools.answer is not None:
@@ -76,7 +78,7 @@ class _Writer:
             answer = [*repeated(text("\n"), 0, 2), *tree]
         space, has_prose = repeated(text("\n"), 0, 2), self._form.has_prose
         opened = [*space, *letters(self._opens), *calls]
-        if not has_calls:
+        if not self._has_calls:
             body = answer
         elif tools.choice != "auto":
             body = opened
@@ -88,20 +90,17 @@ class _Writer:
         holds = tools.choice not in ("auto", "none") or tools.answer is not None or self._is_apart
         if not tools.thinks or not (holds or not has_prose):
             return body  # thoughts are prose
-        thought = [*self._within(has_calls), *letters(self._end), *space, *body]
-        if has_calls and has_prose:  # models open a call within their thoughts
+        thought = [*self._within, *letters(self._end), *space, *body]
+        if self._has_calls and has_prose:  # models open a call within their thoughts
             thought = either([thought, [*free([self._end], self._opens), *calls]])
         if tools.inside:
             return thought
         return either([body, [*space, *letters(self._think), *thought]])
 
-    def _within(self, has_calls: bool) -> Tree:
-        return free([self._end, *([self._opens] if has_calls else [])])
-
     def thoughts(self) -> Tree:
         """Texts that end within thoughts."""
         begin = [] if self._tools.inside else [*repeated(text("\n"), 0, 2), *letters(self._think)]
-        return [*begin, *self._within(self._tools.choice != "none" and bool(self._tools.tools))]
+        return [*begin, *self._within]
 
     def _prose(self) -> Tree:
         opens = [self._opens] if self._tools.tools else []

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from .forms import FORMS, MARKS, Reader, beginning, reading
+from .forms import FORMS, MARKS, beginning, reading
 from .tools import Tools
 
 MOST_CALLS = 16
@@ -73,7 +73,8 @@ class Turn:
         self._is_begun, self._held = False, b""
         # Whether a call may come, however the text begins.
         self._is_open = form.has_prose and tools.answer is None
-        self._form, self._reader, self._num_calls = form, _nothing(), 0
+        self._form, self._num_calls = form, 0
+        self._reader: Any = None  # of the arguments of a call: a `Reader`
         self.waits: int | None = None
         self.thought_tokens = 0
 
@@ -222,11 +223,6 @@ class Turn:
             return False
         self._data, self._mode = self._data[at + len(self._opens) :], "name"
         return True
-
-
-def _nothing() -> Reader:
-    yield b""
-    return b""
 
 
 def mark_ids(added: Mapping[str, int]) -> dict[str, int]:
