@@ -42,21 +42,12 @@ def forward(
 
 def _forward(model: Any, ids: Array, sizes: Array, rows: Array, labels: Array) -> Array:
     """See `forward`."""
-    params, cfg, arch = model.params, model.config, model.arch
 
     def run(texts: tuple[Array, Array]) -> Array:
         ids, sizes = texts
-        at = jnp.arange(ids.shape[1])[None]
-        is_text = at < sizes[:, 0, None]
+        is_text = jnp.arange(ids.shape[1])[None] < sizes[:, 0, None]
         visible = _visibility(model, sizes[:, 1], ids.shape[1]) & is_text[:, None]
-        hidden, _ = arch.trunk(
-            params,
-            cfg,
-            arch.embed(params, cfg, ids),
-            jnp.broadcast_to(at, ids.shape),
-            lambda _, q, k, v: reference.attention(q, k, v, visible),
-        )
-        return hidden
+        return reference.dense_rows(model.params, model.config, ids, visible, model.arch)
 
     # Products of a fixed number of rows for any number of texts: a text's bits are its own.
     count, length = ids.shape
@@ -65,7 +56,7 @@ def _forward(model: Any, ids: Array, sizes: Array, rows: Array, labels: Array) -
         run, (ids.reshape(-1, group, length), sizes.T.reshape(-1, group, len(sizes)))
     )
     hidden = hidden.reshape(count, length, hidden.shape[-1])
-    logits = arch.unembed(params, cfg, hidden[rows[0], rows[1]])
+    logits = model.arch.unembed(model.params, model.config, hidden[rows[0], rows[1]])
     chosen = jnp.take_along_axis(logits, labels, axis=1)
     return chosen - jax.nn.logsumexp(logits, axis=1, keepdims=True)
 

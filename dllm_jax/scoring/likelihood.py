@@ -111,13 +111,12 @@ def log_likelihood(
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, text in enumerate(texts):
         groups.setdefault(text.prompt, []).append(number)
-    found: list[LogLikelihood | None] = [None] * len(texts)
+    found: dict[int, LogLikelihood] = {}
     for members in groups.values():
         group = _Group(model, size, [texts[number] for number in members])
         each = group.chains() if method == "chain" else group.elbos(budget, seed)
-        for number, one in zip(members, each, strict=True):
-            found[number] = one
-    every = [one for one in found if one is not None]
+        found.update(zip(members, each, strict=True))
+    every = [found[number] for number in range(len(texts))]
     return every[0] if is_one else every
 
 

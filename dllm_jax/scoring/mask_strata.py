@@ -85,14 +85,8 @@ def strata(length: int, budget: int, rng: np.random.Generator) -> list[Stratum]:
 
     Args:
         budget: The most sets; each costs a row of a forward. From `2**length - 1` on, all sets are
-            read and the estimate is exact.
-
-    Raises:
-        ValueError: The budget is too small for an error to be stated.
+            read and the estimate is exact. At least 2, or no error could be stated.
     """
-    least = min(2, 2**length - 1)
-    if budget < least:
-        raise ValueError(f"{budget=} must be at least {least} for {length} tokens; use 128")
     if budget < min(2**length - 1, SETS * length):
         return _of_runs(length, budget, rng)
     counts = {size: math.comb(length, size) for size in range(1, length + 1)}

@@ -5,6 +5,7 @@ Data flow: `Trajectory` -> `replay` and `pieces` -> JSON -> the template's style
 
 import html
 import json
+import re
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any
@@ -35,13 +36,8 @@ def render_page(trajectory: Trajectory | Sequence[Trajectory], tokenizer: Any = 
         "SCRIPT": _asset("page.js"),
         "DATA": _script_safe(facts if len(facts) > 1 else facts[0]),
     }
-    page = _asset("page.html")
-    # Split once, so that inserted parts are not searched for the names of others.
-    for name in ("TITLE", "STYLE", "DATA", "SCRIPT"):
-        before, after = page.split(f"{{{{{name}}}}}")
-        parts[name] = before + parts[name]
-        page = after
-    return "".join(parts[name] for name in ("TITLE", "STYLE", "DATA", "SCRIPT")) + page
+    # In one pass, so that inserted parts are not searched for the names of others.
+    return re.sub(r"\{\{([A-Z]+)\}\}", lambda name: parts[name[1]], _asset("page.html"))
 
 
 def page_facts(trajectory: Trajectory, tokenizer: Any = None) -> dict[str, Any]:

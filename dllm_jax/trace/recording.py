@@ -147,10 +147,9 @@ def _error(strategy: Any, finish: int, position: int) -> str | None:
     return "the model gave a value that is not finite" if finish == ERROR else None
 
 
-_STATIC = ("num_top", "implementation")
-
-
-@functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames=("state",))
+@functools.partial(
+    jax.jit, static_argnames=("num_top", "implementation"), donate_argnames=("state",)
+)
 def _recorded(model, strategy, aux, state, logits_at, num_top, implementation):
     def body(model, strategy, aux, state):
         forward = ModelForward(model, aux=aux, implementation=implementation)

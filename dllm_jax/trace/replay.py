@@ -79,14 +79,10 @@ def replay(trajectory: Trajectory) -> Replay:
     is_grid = on_grid and size > 2
     # Blocks that were not opened are shown only up to the limit of the text.
     touched = max(seen, default=first) + 1
-    opened = max(frame.start + _num_open(frame.status) * size for frame in frames)
+    opened = max(frame.start + sum(map(bool, frame.status)) * size for frame in frames)
     end = max(min(first + num_blocks * size, trajectory.limit), touched, opened)
     end = first + -(-(end - first) // size) * size if is_grid else max(touched, opened)
     return Replay(first, end, size if is_grid else 0, frames)
-
-
-def _num_open(status: list[int]) -> int:
-    return sum(one != 0 for one in status)
 
 
 def _first_frame(step: Step, seen: dict[int, tuple[int, int]]) -> Frame:
