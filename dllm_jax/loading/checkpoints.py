@@ -20,7 +20,8 @@ from dllm_jax.convert.networks import Networks
 from dllm_jax.convert.placing import placed, require_place
 from dllm_jax.convert.report import Plan, Report
 from dllm_jax.convert.report import plan as sizes
-from dllm_jax.convert.rules import ConversionError, Placement, find, placements
+from dllm_jax.convert.rules import ConversionError as ConversionError
+from dllm_jax.convert.rules import Placement, find, placements
 from dllm_jax.convert.scaled import Form, Scaled
 from dllm_jax.convert.tokenizer_files import read_json
 from dllm_jax.convert.weights import read_weights
@@ -44,18 +45,6 @@ from dllm_jax.models.quantization import (
     unsupported,
 )
 from dllm_jax.strategies.diffusion_gemma import DiffusionGemma
-
-__all__ = [
-    "ConversionError",
-    "Plan",
-    "Report",
-    "convert",
-    "export_hf",
-    "inspect",
-    "load_params",
-    "plan",
-]
-
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 

@@ -14,53 +14,24 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from .forward import (
-    Conditioned,
-    Forward,
-    ForwardOutput,
-    Inputs,
-    Readout,
-    Soft,
-    Taps,
-    TokenMix,
-    TokenStats,
-)
-from .knobs import (
-    Knob,
-    PerSlot,
-    bind_knobs,
-    check_knobs,
-    knob,
-    knob_rules,
-    split_knobs,
-)
+from .forward import Conditioned as Conditioned
+from .forward import Forward as Forward
+from .forward import ForwardOutput as ForwardOutput
+from .forward import Inputs as Inputs
+from .forward import Readout as Readout
+from .forward import Soft as Soft
+from .forward import Taps as Taps
+from .forward import TokenMix as TokenMix
+from .forward import TokenStats as TokenStats
+from .knobs import Knob as Knob
+from .knobs import PerSlot as PerSlot
+from .knobs import bind_knobs as bind_knobs
+from .knobs import check_knobs as check_knobs
+from .knobs import knob as knob
+from .knobs import knob_rules as knob_rules
+from .knobs import split_knobs as split_knobs
 from .needs import Needs
 from .state import Carry, DecodeState, StepInfo
-
-__all__ = [
-    "PATIENCE",
-    "Conditioned",
-    "Forward",
-    "ForwardOutput",
-    "InitFunction",
-    "Inputs",
-    "Knob",
-    "PerSlot",
-    "PrefillChunk",
-    "Readout",
-    "SlotSpec",
-    "Soft",
-    "StepFunction",
-    "Strategy",
-    "Taps",
-    "TokenMix",
-    "TokenStats",
-    "bind_knobs",
-    "check_knobs",
-    "knob",
-    "knob_rules",
-    "split_knobs",
-]
 
 PATIENCE = 64  # the least default of `Strategy.patience`, in steps
 
