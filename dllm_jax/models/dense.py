@@ -95,19 +95,31 @@ class DenseConfig:
                     f"{name}={getattr(self, name)} must be in [1, {most}]; check the checkpoint's "
                     "config.json"
                 )
-        if self.num_heads % self.num_kv_heads:
+        self._check_heads()
+
+    def _check_heads(self, kind: str = "") -> None:
+        """Refuse heads that cannot be grouped or rotated; `kind` begins the fields' names."""
+        names = [f"{kind}{name}" for name in ("num_kv_heads", "head_dim", "rotary_dim")]
+        num_kv_heads, size, rotary = (getattr(self, name) for name in names)
+        remedy = "check the checkpoint's config.json"
+        if self.num_heads % num_kv_heads:
             raise ValueError(
-                f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}; "
-                "check the checkpoint's config.json"
+                f"{names[0]}={num_kv_heads} must divide num_heads={self.num_heads}; {remedy}"
             )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even for rotary embedding")
-        rotary = self.rotary_dim
-        if rotary is not None and (rotary % 2 or not 0 < rotary <= self.head_dim):
+        if size % 2:
+            raise ValueError(f"{names[1]}={size} must be even for rotary embedding; {remedy}")
+        if rotary is not None and (rotary % 2 or not 0 < rotary <= size):
             raise ValueError(
-                f"rotary_dim={rotary} must be even and at most head_dim={self.head_dim}; "
-                "check the checkpoint's config.json"
+                f"{names[2]}={rotary} must be even and at most {names[1]}={size}; {remedy}"
             )
+
+    def _check_each_layer(self, *names: str) -> None:
+        """Refuse fields that have not one entry for each layer."""
+        for name in names:
+            if (count := len(getattr(self, name))) != self.num_layers:
+                raise ValueError(
+                    f"{name} has {count} entries; give one for each of the {self.num_layers} layers"
+                )
 
     def heads(self, layer: int) -> tuple[int, int]:
         """Number and size of the KV heads of a layer, which determine its share of the cache."""

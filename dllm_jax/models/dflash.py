@@ -46,12 +46,7 @@ class DFlashConfig(DenseConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("windows", "causal"):
-            if len(getattr(self, name)) != self.num_layers:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} must have an entry for each of the "
-                    f"{self.num_layers} layers"
-                )
+        self._check_each_layer("windows", "causal")
         if self.rotary_dim not in (None, self.head_dim):
             raise ValueError(
                 f"rotary_dim={self.rotary_dim} must be head_dim={self.head_dim}: a drafter rotates "
@@ -122,9 +117,7 @@ def context_kv(
         layers, without the input norm of any layer. If `params` has no `context_wkv`, this computes
         the `context_weights`.
     """
-    weights = params.get("context_wkv")
-    if weights is None:
-        weights = context_weights(params)
+    weights = params["context_wkv"] if "context_wkv" in params else context_weights(params)
     context = matmul(vectors.astype(params["fc"].dtype), params["fc"])
     context = rms_norm(context, params["context_norm"], cfg.norm_eps)
     kv = matmul(context, weights)  # [B T L G 2 H]

@@ -163,19 +163,14 @@ def with_d2f_adapter(defaults: FamilyDefaults) -> FamilyDefaults:
 
     Source: the settings of the published D2F runs (Wang et al. 2025, arXiv 2508.09192).
     """
-    return dataclasses.replace(
-        defaults,
+    own = Decoding(
+        family=defaults.family,
         strategy="d2f",
         block_size=D2F_BLOCK,
         buffer_size=4,
         accept_threshold=0.95,
         add_block_threshold=0.1,
         semi_complete_threshold=0.9,
-        temperature=0.0,
-        top_p=None,
-        remasking=None,
-        block_length=None,
-        append=None,
         attention="d2f",
-        alternatives=(),
     )
+    return dataclasses.replace(defaults, **vars(own))

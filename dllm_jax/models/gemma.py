@@ -70,24 +70,10 @@ class GemmaConfig(MoEConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if len(self.sliding) != self.num_layers:
-            raise ValueError(
-                f"sliding has {len(self.sliding)} entries; give one for each of the "
-                f"{self.num_layers} layers"
-            )
+        self._check_each_layer("sliding")
+        self._check_heads("global_")
         if self.window < 1:
             raise ValueError(f"window={self.window} must be at least 1: a row sees itself")
-        if self.num_heads % self.global_num_kv_heads:
-            raise ValueError(
-                f"global_num_kv_heads={self.global_num_kv_heads} must divide "
-                f"num_heads={self.num_heads}; check the checkpoint's config.json"
-            )
-        rotary, size = self.global_rotary_dim, self.global_head_dim
-        if size % 2 or (rotary is not None and (rotary % 2 or not 0 < rotary <= size)):
-            raise ValueError(
-                f"global_rotary_dim={rotary} and global_head_dim={size} must be even, the first at "
-                "most the second; check the checkpoint's config.json"
-            )
 
     def heads(self, layer: int) -> tuple[int, int]:
         """Number and size of the KV heads of a layer."""

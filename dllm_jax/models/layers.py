@@ -29,6 +29,7 @@ class Llama3Scaling:
 
     Attributes:
         original_max_position: Longest text, in tokens, before the stretching.
+        attention_factor: Factor of all rotated numbers.
 
     Source: Grattafiori et al. 2024 (Llama 3), §3.4.2; `rope_type` "llama3" of transformers.
     """
@@ -37,6 +38,7 @@ class Llama3Scaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position: int
+    attention_factor = 1.0
 
     def __call__(self, frequency: Float[Array, " R2"], theta: float) -> Float[Array, " R2"]:
         """The stretched frequencies, in radians a token."""
@@ -45,11 +47,6 @@ class Llama3Scaling:
         low, high = self.low_freq_factor, self.high_freq_factor
         smooth = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
         return (1 - smooth) * frequency / self.factor + smooth * frequency
-
-    @property
-    def attention_factor(self) -> float:
-        """Factor of rotated numbers: 1."""
-        return 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,15 +109,13 @@ def rope_tables(
     frequency = jnp.power(jnp.float32(theta), -exponent)
     if scaling is not None:
         frequency = scaling(frequency, theta)
-    angle = positions.astype(jnp.float32)[..., None] * _last(frequency, positions.ndim + 1)
+    # Reshaped, for tests forbid rank promotion.
+    angle = positions.astype(jnp.float32)[..., None] * frequency.reshape(
+        (1,) * positions.ndim + (-1,)
+    )
     if scaling is None:
         return jnp.cos(angle), jnp.sin(angle)
     return scaling.attention_factor * jnp.cos(angle), scaling.attention_factor * jnp.sin(angle)
-
-
-def _last(x: Array, ndim: int) -> Array:
-    """`x` along the last of `ndim` axes, without rank promotion, which tests forbid."""
-    return x.reshape((1,) * (ndim - x.ndim) + x.shape)
 
 
 def gate_up_shape(width: int, inner: int) -> tuple[int, int, int, int]:

@@ -60,11 +60,7 @@ class MoEConfig(DenseConfig):
     def __post_init__(self):
         super().__post_init__()
         E, k = self.num_experts, self.experts_per_token
-        if len(self.moe_layers) != self.num_layers:
-            raise ValueError(
-                f"moe_layers has {len(self.moe_layers)} entries; give one for each of the "
-                f"{self.num_layers} layers"
-            )
+        self._check_each_layer("moe_layers")
         if E % self.num_groups:
             raise ValueError(f"n_group={self.num_groups} must divide num_experts={E}")
         choice = E // self.num_groups * self.groups_per_token

@@ -384,5 +384,5 @@ def test_a_draft_rotates_whole_heads(folder):
     assert dataclasses.replace(cfg, rotary_dim=cfg.head_dim).rotary_dim == cfg.head_dim
     with pytest.raises(ValueError, match=r"rotary_dim=8 must be head_dim=.* leave it None"):
         dataclasses.replace(cfg, rotary_dim=8)
-    with pytest.raises(ValueError, match=r"causal=.* must have an entry for each of the"):
+    with pytest.raises(ValueError, match=r"causal has .* one for each of the"):
         dataclasses.replace(cfg, causal=(True,) * (cfg.num_layers + 1))
