@@ -49,12 +49,3 @@ def in_chunks(
 
     like = jax.eval_shape(one, 0)
     return jax.lax.fori_loop(0, chunks, put, jax.tree.map(zeros, like))
-
-
-def by_row(which: Array, a: Any, b: Any) -> Any:
-    """Rows of `a` where `which` is, else of `b`."""
-
-    def pick(a: Array, b: Array) -> Array:
-        return jnp.where(which.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
-
-    return jax.tree.map(pick, a, b)

@@ -20,11 +20,11 @@ from dllm_jax.kernels.token_readout import (
 from dllm_jax.kernels.token_readout.head import Fp8Head
 from dllm_jax.models.head import Head
 from dllm_jax.models.sharding import first_of
-from dllm_jax.runner.chunks import ROWS_DRAWN, by_row, in_chunks
+from dllm_jax.runner.chunks import ROWS_DRAWN, in_chunks
 from dllm_jax.runner.reader import Reader
 from dllm_jax.strategies.core.draw import Shard, drawn_law, normaliser, settled
 from dllm_jax.strategies.core.protocol import Readout, TokenStats
-from dllm_jax.strategies.core.state import Sampling
+from dllm_jax.strategies.core.state import Sampling, by_row
 
 LAW_ROWS = 512  # at once: 537 MB of logits at 262k ids, which an H200 makes in the time of 3 reads
 KERNEL_LAW_ROWS = 1024  # of which a kernel leaves no logits: 537 MB of weights

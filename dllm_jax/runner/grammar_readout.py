@@ -20,7 +20,7 @@ from dllm_jax.kernels.token_readout import (
 )
 from dllm_jax.models.head import Head
 from dllm_jax.runner.cells import Cells
-from dllm_jax.runner.chunks import by_row, in_chunks
+from dllm_jax.runner.chunks import in_chunks
 from dllm_jax.runner.reader import Reader, ids_of
 from dllm_jax.runner.readout import of_rows, read_rows, read_stats
 from dllm_jax.strategies.core import grammar_plan
@@ -28,7 +28,7 @@ from dllm_jax.strategies.core.constraint import HOLE, KNOWN, NO_CLASS, Grammar, 
 from dllm_jax.strategies.core.draw import Shard, gumbel, log_law, settled
 from dllm_jax.strategies.core.grammar_plan import ClassStats, IdStats, Plan
 from dllm_jax.strategies.core.protocol import Readout, TokenStats
-from dllm_jax.strategies.core.state import NO_TOKEN
+from dllm_jax.strategies.core.state import NO_TOKEN, by_row
 
 ROWS_OF_LOGITS = 128  # by classes at once: 78 MB of float32 logits at 152k ids
 

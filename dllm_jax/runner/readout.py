@@ -18,12 +18,13 @@ from jaxtyping import Array, Float, Int
 from dllm_jax.kernels.token_readout import choose, most_rows, token_readout
 from dllm_jax.models.head import Head
 from dllm_jax.runner.cells import Cells
-from dllm_jax.runner.chunks import FEW_ROWS, ROWS_DRAWN, by_row, in_chunks
+from dllm_jax.runner.chunks import FEW_ROWS, ROWS_DRAWN, in_chunks
 from dllm_jax.runner.expectation import read_expected
 from dllm_jax.runner.reader import Reader
 from dllm_jax.scoring.one_rounding import ROWS_READ
 from dllm_jax.strategies.core.draw import drawn_law, settled, token_stats
 from dllm_jax.strategies.core.protocol import Readout, TokenStats
+from dllm_jax.strategies.core.state import by_row
 
 
 def of_rows(ask: Readout, cells: Cells) -> Readout:

@@ -199,14 +199,19 @@ def put_slot(state: DecodeState, b: Int[Array, ""] | int, slot: DecodeState) -> 
     )
 
 
+def by_row(take: Bool[Array, " R"], a: Any, b: Any) -> Any:
+    """A tree with rows of `a` where `take`, of `b` elsewhere."""
+
+    def pick(a: Array, b: Array) -> Array:
+        return jnp.where(take.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+
+    return jax.tree.map(pick, a, b)
+
+
 def select_rows(take: Bool[Array, " B"], new: DecodeState, old: DecodeState) -> DecodeState:
     """Rows of `new` where `take`, of `old` elsewhere; the pools are always those of `new`.
 
     A select over a pool would copy it. So a row that is not taken must not have written to one.
     """
-
-    def pick(a: Array, b: Array) -> Array:
-        return jnp.where(take.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
-
-    picked = jax.tree.map(pick, slot_part(new), slot_part(old))
+    picked = by_row(take, slot_part(new), slot_part(old))
     return picked.replace(pools=new.pools, page_table=new.page_table, constraint=new.constraint)

@@ -7,7 +7,6 @@ Data flow: `Recorder` around a Forward -> `driver.propose` -> `StepRecord` -> `d
 
 from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
@@ -15,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..core import driver
 from ..core.protocol import Forward, SlotSpec, TokenStats
 from ..core.recording import Answer, Recorder, written
-from ..core.state import ERROR, RUNNING, BlockBuffer, DecodeState
+from ..core.state import ERROR, RUNNING, BlockBuffer, DecodeState, by_row
 
 NOT_READ = -1  # predicted token of a cell that was not asked for
 
@@ -73,11 +72,7 @@ def recorded_step(
     # A row that ended with an error keeps what it had.
     wrote = (state.finish == RUNNING) & (advanced.finish != ERROR)
     before = state.buffer
-    after: BlockBuffer = jax.tree.map(
-        lambda new, old: jnp.where(wrote.reshape(-1, *(1,) * (new.ndim - 1)), new, old),
-        stepped.buffer,
-        before,
-    )
+    after: BlockBuffer = by_row(wrote, stepped.buffer, before)
     said = _one_answer([answer.stats for answer in recorder.answers], after)
     _, rows = written(strategy, recorder, state, stepped, num_top)
     record = StepRecord(

@@ -16,11 +16,11 @@ from dllm_jax.kernels import grammar_path
 from dllm_jax.kernels.grammar_path import triton_paths
 from dllm_jax.kernels.token_readout import IdClasses, class_readout, mosaic, token_readout
 from dllm_jax.runner import grammars
-from dllm_jax.runner.chunks import by_row
 from dllm_jax.strategies.core import constraint, grammar_plan
 from dllm_jax.strategies.core.constraint import View
 from dllm_jax.strategies.core.grammar_paths import best_paths
 from dllm_jax.strategies.core.grammar_plan import IdStats
+from dllm_jax.strategies.core.state import by_row
 from tests.cross_lowering import H200, needs_mosaic, triton_grids
 from tests.kernels.test_layer_mosaic import interpreted
 from tests.structured.toys import random_toy, stacked
