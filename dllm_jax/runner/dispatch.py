@@ -17,8 +17,6 @@ from dllm_jax.engine.layout import EngineLayout, PassKind, Placement
 from dllm_jax.runner import grammars, packing, programs, xla_options
 from dllm_jax.runner.calls import Call, Programs
 
-_Admission = tuple[int, Placement, bool]  # slot, request, and whether it decodes at once
-
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
@@ -58,10 +56,11 @@ class Dispatch:
         self.passes: Counter[tuple[int, int, PassKind, int]] = Counter()
         self._home = home
         self.programs = made_from
-        self._admitted: list[_Admission] = []  # not dispatched yet
+        # Rows of `packing.request_fields` by slot, not dispatched yet.
+        self._admitted: dict[int, np.ndarray] = {}
         fields = made_from.request_fields
-        self._no_fresh = np.zeros((made_from.num_fresh, fields.size), np.int32)
-        self._no_fresh[:, fields.at["slot"]] = layout.num_slots  # marks a row to ignore
+        # The slot past the last marks a row to ignore.
+        self._no_fresh = fields.pack(made_from.num_fresh, slot=layout.num_slots)
         self._pieces: list[_Piece] = []  # not dispatched yet, of distinct slots
         self._bound: set[int] = set()  # slots whose request has a grammar
         self._bucket: grammars.Sizes | None = None  # of these grammars
@@ -96,10 +95,9 @@ class Dispatch:
         # No sooner: `begin` may join the last one.
         is_full = len(self._admitted) == len(self._no_fresh)
         # Two rows of one program for the same slot would have no order.
-        waiting = [slot for slot, _, _ in self._admitted] + [piece.slot for piece in self._pieces]
-        if is_full or slot in waiting:
+        if is_full or slot in {*self._admitted, *(piece.slot for piece in self._pieces)}:
             self.flush()
-        self._admitted.append((slot, placement, False))
+        self._admitted[slot] = self._packed(slot, placement)
         self._bound.discard(slot)
         if placement.grammar is not None:
             self._bound.add(slot)
@@ -108,9 +106,8 @@ class Dispatch:
         """Dispatch the admissions, then the pieces of prompts, that wait for more of their kind."""
         pieces, self._pieces = self._pieces, []
         if not pieces and self._admitted:
-            slots = [slot for slot, _, _ in self._admitted]
-            call = Call(("admit",), programs.admit, (self._fresh(),))
-            self.run(call, slots)
+            slots = [*self._admitted]
+            self.run(Call(("admit",), programs.admit, (self._fresh(),)), slots)
         # Full batches or single pieces: a padding row would cost a prompt's computation.
         count = self.layout.prompts_a_pass if len(pieces) == self.layout.prompts_a_pass else 1
         for i in range(0, len(pieces), count):
@@ -128,15 +125,12 @@ class Dispatch:
         if not self._admitted:
             return self._no_fresh
         rows = self._no_fresh.copy()
-        admitted, self._admitted = self._admitted, []
-        for i, (slot, placement, decodes) in enumerate(admitted):
-            rows[i] = self._packed(slot, placement, decodes)
+        rows[: len(self._admitted)] = [*self._admitted.values()]
+        self._admitted.clear()
         return rows
 
-    def _packed(self, slot: int, placement: Placement, decodes: bool = False) -> np.ndarray:
-        return packing.pack_request(
-            slot, placement, self.layout.window, self.programs.knobs, decodes
-        )
+    def _packed(self, slot: int, placement: Placement) -> np.ndarray:
+        return packing.pack_request(slot, placement, self.layout.window, self.programs.knobs)
 
     def _with_fresh(self, rows: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
         """The arguments of a program that also carries out waiting admissions, and its keywords."""
@@ -182,15 +176,10 @@ class Dispatch:
         )
         piece, several = _Piece(slot, words, size, kind, Future()), layout.prompts_a_pass
         is_small = (size, len(pages)) == (layout.prefill_buckets[0], layout.page_buckets[0])
-        if several == 1 or not is_small:
-            if self._pieces:
-                self.flush()
-            self._run_prefill([piece])
-            return piece.boundary
-        if any(slot == other.slot for other in self._pieces):
+        if self._pieces and (not is_small or any(slot == other.slot for other in self._pieces)):
             self.flush()
         self._pieces.append(piece)
-        if len(self._pieces) == several:
+        if not is_small or len(self._pieces) == several:
             self.flush()
         return piece.boundary
 
@@ -213,9 +202,8 @@ class Dispatch:
         Args:
             boundary: The row before its window, from `prefill` of the same prefix.
         """
-        last = self._admitted[-1] if self._admitted else None
-        if boundary is None and last and last[0] == slot and not self.programs.strategy.absorbs:
-            self._admitted[-1] = (*last[:2], True)
+        if boundary is None and slot in self._admitted and not self.programs.strategy.absorbs:
+            self._admitted[slot][self.programs.request_fields.at["decodes"]] = True
             return
         if boundary is None:
             boundary = np.zeros((self.programs.kept,), self.programs.spec.dtype)

@@ -42,7 +42,7 @@ class Fields:
     """
 
     def __init__(self, **widths: int | None):
-        self.widths, self.size = widths, 0
+        self.size = 0
         self.at: dict[str, int] = {}
         self.span: dict[str, slice] = {}
         for name, width in widths.items():
@@ -67,15 +67,10 @@ class Fields:
 
 
 # What a fetched row begins with: `length` tokens were emitted, `before` of them before the chunk.
+# Room for the most tokens of a chunk follows, then the words of the slot.
 HEAD = Fields(start=1, finish=1, nfe=1, length=1, before=1, steps=1)
 PIECE = {"slot": 1, "first": 1, "end": 1, "live_end": 1, "last": 1}
 DECODE = Fields(slot=1, num_active=1, num_steps=1, early=1, pages=None)
-
-
-@functools.cache
-def fetched_fields(most_new: int) -> Fields:
-    """A row that a decode chunk returns."""
-    return Fields(**HEAD.widths, tokens=most_new, slot=None)
 
 
 @functools.cache
@@ -93,9 +88,9 @@ def request_fields(window: int, num_knobs: int) -> Fields:
 
 
 def pack_request(
-    slot: int, placement: Placement, window: int, knobs: tuple[str, ...], decodes: bool = False
+    slot: int, placement: Placement, window: int, knobs: tuple[str, ...]
 ) -> np.ndarray:
-    """A placement as `request_fields`."""
+    """A placement as `request_fields`; it does not decode at once."""
     tail, seed, numbers = placement.tail, placement.seed, placement.sampling._asdict()
     sampling = {
         name: np.float32(number).view(np.int32) if name in REALS else number
@@ -103,12 +98,10 @@ def pack_request(
     }
     nothing = (-1,) * max(window, STOP_WIDTH)  # no stop id, nothing given
     given = nothing[: len(tail)] + placement.given  # after the part of the prompt in the window
-    row = request_fields(
-        window, len(knobs)
-    ).pack(
+    fields = request_fields(window, len(knobs))
+    row = fields.pack(
         1,
         slot=slot,
-        decodes=decodes,
         prompt_len=placement.prompt_len,
         limit=placement.limit,
         max_nfe=placement.max_nfe,
@@ -207,7 +200,7 @@ class Fetched:
     """The rows of a decode chunk, on the host.
 
     Args:
-        packed: [R X], `fetched_fields`.
+        packed: [R X]: `HEAD`, tokens, slots.
         runner: The `ModelRunner` that made the chunk.
         far: The words of the slots that are still on the device.
 
@@ -234,7 +227,7 @@ class Fetched:
     @property
     def _words(self) -> np.ndarray:
         """Of the slots, as far as they were fetched."""
-        return self._packed[:, fetched_fields(self._runner.layout.most_new).span["slot"]]
+        return self._packed[:, HEAD.size + self._runner.layout.most_new :]
 
     @functools.cached_property
     def _slots(self) -> dict[str, Any]:
@@ -264,8 +257,15 @@ class Fetched:
         return np.concatenate([slot[:near], far, slot[near:]]).astype(np.int32, copy=False)
 
     def window(self, row: int, length: int) -> tuple[int | None, ...]:
-        """Cells after the first `length` output tokens, None for a hole."""
-        return provisional(self._buffer(row), length)
+        """The open cells after the first `length` output tokens, None for a hole."""
+        buffer = self._buffer(row)
+        tokens, filled = buffer.tokens.reshape(-1), buffer.filled.reshape(-1)
+        first = int(buffer.prompt_len) + length - int(buffer.start)
+        is_open = np.repeat(buffer.status != 0, buffer.tokens.shape[-1])
+        end = min(len(tokens), int(buffer.limit) - int(buffer.start))
+        return tuple(
+            int(tokens[i]) if filled[i] else None for i in range(max(first, 0), end) if is_open[i]
+        )
 
     def written(self, row: int, first: int, count: int) -> list[Write]:
         """What was last written to `count` positions from `first` on."""
@@ -324,14 +324,3 @@ def tail_of(buffer: BlockBuffer, held: np.ndarray, length: int) -> Tail:
     cells = zip(buffer.tokens.ravel().tolist(), buffer.filled.ravel().tolist(), strict=True)
     ids = [token if filled else None for token, filled in cells][first - start :]
     return Tail(first, ids, writes_at(held, first, len(ids)))
-
-
-def provisional(buffer: BlockBuffer, length: int) -> tuple[int | None, ...]:
-    """The open cells of a window [K S] after `length` tokens of output."""
-    tokens, filled = buffer.tokens.reshape(-1), buffer.filled.reshape(-1)
-    first = int(buffer.prompt_len) + length - int(buffer.start)
-    is_open = np.repeat(buffer.status != 0, buffer.tokens.shape[-1])
-    end = min(len(tokens), int(buffer.limit) - int(buffer.start))
-    return tuple(
-        int(tokens[i]) if filled[i] else None for i in range(max(first, 0), end) if is_open[i]
-    )

@@ -233,8 +233,8 @@ def decode(programs, state, given, bound: Any = None, *, num_rows):
         bound: Which of them have a grammar, in `state.constraint`; None: none has.
 
     Returns:
-        The state, and a row of words a slot, `packing.fetched_fields`, with grammars one word more,
-        the automaton's state; besides it what stays on the device, see `packing.pack`.
+        The state, and a row of words a slot: `packing.HEAD`, new tokens, the slot, and with
+        grammars the automaton's state; with it what stays on the device, see `packing.pack`.
     """
     grammars, state = state.constraint, state.replace(constraint=None)
     state, requests = _with_fresh(programs, state, given, num_rows)
