@@ -66,7 +66,7 @@ class LeadingDevice:
         head = {
             "what": what,
             "key": call.name,
-            "sizes": call.sizes and dataclasses.astuple(call.sizes),
+            "sizes": call.sizes,
             "static": call.static,
             "options": call.options,
             "program": call.program.__name__,
@@ -77,7 +77,7 @@ class LeadingDevice:
     def bind(  # noqa: D102
         self, slot: int, sizes: grammars.Sizes, row: Sequence[np.ndarray], at: int
     ) -> None:
-        head = {"what": "grammar", "slot": slot, "sizes": dataclasses.astuple(sizes), "at": at}
+        head = {"what": "grammar", "slot": slot, "sizes": sizes, "at": at}
         self._leader.send(head, tuple(row))
         self._device.bind(slot, sizes, row, at)
 

@@ -18,6 +18,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
@@ -175,13 +176,10 @@ class Follower:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self) -> None:
-        quiet = threading.Event()
-        try:
+        with contextlib.suppress(OSError):
             while True:
                 self._connection.sendall(b"\0")
-                quiet.wait(BEAT_S)
-        except OSError:
-            return
+                time.sleep(BEAT_S)
 
     def receive(self) -> tuple[dict[str, Any], list[np.ndarray]]:
         """The next message.

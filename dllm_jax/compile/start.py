@@ -55,13 +55,13 @@ def start(
     """
     layout = buckets.make_layout(model, strategy, aux, config)
     inboxes = peer_memory.made(model.split)
-    model, *others = (one.replace(exchange=inboxes) for one in (model, *aux.values()))
-    aux = dict(zip(aux, others, strict=True))
+    model = model.replace(exchange=inboxes)
+    aux = {name: one.replace(exchange=inboxes) for name, one in aux.items()}
     runner = ModelRunner(model, strategy, aux, layout, implementation, allocate=False)
     try:
-        runner.memory = _planned(runner, model, aux, config, warm_up, progress)
+        runner.memory = _planned(runner, config, warm_up, progress)
         if model.split is not None and model.split.spans_processes:
-            _agree(runner, model, aux)
+            _agree(runner)
             if jax.process_index():
                 _follow(runner, warm_up)
             runner.device = acts.LeadingDevice(runner.device, hosts.Leader())
@@ -85,13 +85,13 @@ def start(
     return runner
 
 
-def _agree(runner: ModelRunner, model: Model, aux: Mapping[str, Model]) -> None:
+def _agree(runner: ModelRunner) -> None:
     """The same pages on every process, of the same model and settings."""
     assert runner.memory is not None
-    strategy: Any = runner.programs.strategy
+    model, strategy = runner.programs.model, runner.programs.strategy
     fields = vars(strategy).items()
     plain = {name: value for name, value in fields if isinstance(value, int | float | str | tuple)}
-    models = {name: (other.source, other.config) for name, other in aux.items()}
+    models = {name: (other.source, other.config) for name, other in runner.programs.aux.items()}
     layout = dataclasses.replace(runner.layout, num_pages=0)
     versions = metadata.version("dllm-jax"), jax.__version__
     settings = (model.source, model.config, models, type(strategy).__qualname__, plain, layout)
@@ -110,12 +110,7 @@ def _follow(runner: ModelRunner, warm_up: bool) -> NoReturn:
 
 
 def _planned(
-    runner: ModelRunner,
-    model: Model,
-    aux: Mapping[str, Model],
-    config: EngineConfig,
-    measured: bool,
-    progress: warmup.Progress | None,
+    runner: ModelRunner, config: EngineConfig, measured: bool, progress: warmup.Progress | None
 ) -> MemoryPlan:
     """Plan the device's memory; set the number of pages if the configuration does not.
 
@@ -124,7 +119,8 @@ def _planned(
     """
     gc.collect()  # a dropped engine may still hold its pools
     layout, shapes = runner.layout, runner.device.shapes(num_pages=1)
-    leaves = jax.tree.leaves((model.params, [other.params for other in aux.values()]))
+    models = [runner.programs.model, *runner.programs.aux.values()]
+    leaves = jax.tree.leaves([one.params for one in models])
     weights = list({id(leaf): leaf for leaf in leaves}.values())  # a drafter shares its target's
     text = layout.max_model_len
     if config.max_model_len is None:

@@ -5,8 +5,9 @@ All grammars of a bucket have one shape, so that another one compiles nothing.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,8 +21,7 @@ _MANY = 8  # of `ID_STEP` neighbouring ids: with more narrow ones, all of them a
 _ROW = 8  # ids of a class, or classes of a label, side by side
 
 
-@dataclasses.dataclass(frozen=True, order=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Sizes of a grammar or a bucket: states, edges, labels, classes, pairs, ids by kind."""
 
     states: int
@@ -34,7 +34,7 @@ class Sizes:
 
     def holds(self, other: "Sizes") -> bool:
         """Whether a grammar of these sizes fits."""
-        return all(a <= b for a, b in zip(*map(dataclasses.astuple, (other, self)), strict=True))
+        return all(map(operator.le, other, self))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -67,14 +67,11 @@ def ready(automaton: TokenAutomaton, num_ids: int) -> Ready:
     class_of = np.zeros((num_ids,), np.int32)  # ids past the tokenizer's are never taken
     class_of[: len(automaton.class_of)] = automaton.class_of[:num_ids]
     given = arrays(automaton.delta, class_of, automaton.end, automaton.distance)
-    wanted, most = sizes(given), BUCKETS[-1]
-    for field in dataclasses.fields(Sizes):
-        has, fits = getattr(wanted, field.name), getattr(most, field.name)
-        if has > fits:
-            what = _WORDS.get(field.name, field.name)
+    for name, has, most in zip(Sizes._fields, sizes(given), BUCKETS[-1], strict=True):
+        if has > most:
             raise ValueError(
-                f"the constraint's automaton has {has} {what}, and at most {fits} fit the device; "
-                "make it simpler, or shorten its repetitions"
+                f"the constraint's automaton has {has} {_WORDS.get(name, name)}, and at most "
+                f"{most} fit the device; make it simpler, or shorten its repetitions"
             )
     fields: dict[str, Any] = vars(automaton) | {"class_of": class_of}
     return Ready(**fields, arrays=given)

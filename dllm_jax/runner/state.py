@@ -245,9 +245,7 @@ def _device_of(made_from: Programs) -> Any:
     """
     if made_from.model.split is not None:
         return None
-    leaves = jax.tree.leaves(
-        (made_from.model.params, [other.params for other in made_from.aux.values()])
-    )
+    leaves = jax.tree.leaves((made_from.model, made_from.aux))
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
     arrays.sort(key=lambda leaf: not leaf.committed)
     places = (leaf.sharding for leaf in arrays)

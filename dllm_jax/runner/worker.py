@@ -95,11 +95,9 @@ def _end_workers() -> None:
 
 def _is_ready(result: Any) -> bool:
     """Whether what a program returned has been computed."""
-    for leaf in jax.tree.leaves(result):
-        array: Any = leaf  # the stubs of JAX lack `is_ready`
-        if isinstance(leaf, jax.Array) and not (array.is_deleted() or array.is_ready()):
-            return False
-    return True
+    # The stubs of JAX lack `is_ready`.
+    arrays: list[Any] = [leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, jax.Array)]
+    return all(array.is_deleted() or array.is_ready() for array in arrays)
 
 
 def _work(tasks: queue.SimpleQueue) -> None:
