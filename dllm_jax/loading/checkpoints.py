@@ -138,8 +138,23 @@ def load_params(
     """
     report = inspect(src, lora=lora, allow_extra=allow_extra, family=family)
     report.require_ok()
+    return read_params(report, dtype, progress, keep, cut, passes, as_stored), report
+
+
+def read_params(
+    report: Report,
+    dtype: str = "auto",
+    progress: Progress | None = None,
+    keep: Keep | None = None,
+    cut: Cut | None = None,
+    passes: Callable[[KeyPath], bool] | None = None,
+    as_stored: bool = False,
+) -> Any:
+    """As `load_params`, of an inspected checkpoint without problems."""
+    if report.kind == "converted":
+        return converted.restore(report, dtype, progress, keep, cut)
     forms = _forms(report, passes)
-    return _read(report, dtype, progress, keep, cut, forms, as_stored), report
+    return read_weights(report, dtype, progress, keep, cut, forms, as_stored)
 
 
 def _forms(report: Report, passes: Callable[[KeyPath], bool] | None) -> dict[KeyPath, Form]:
@@ -207,7 +222,7 @@ def convert(
         return target.absolute()
     with placed(target, Path(src), force=force) as folder:
         if quantize is None:
-            converted.save(_read(report, dtype, progress), report, folder)
+            converted.save(read_params(report, dtype, progress), report, folder)
         else:
             _save_fp8(report, folder, _eight(report, dtype, quantize_head), progress)
     return target.absolute()
@@ -268,14 +283,12 @@ class _Eight(NamedTuple):
         dtype: Type of the leaves that are not in 8 bits.
         shapes: Shapes and types of the tree in 16 bits.
         places: The tensors that are written.
-        forms: Leaves that are taken as they are stored.
         small: Leaves in 8 bits.
     """
 
     dtype: str
     shapes: Any
     places: tuple[Placement, ...]
-    forms: dict[KeyPath, Form]
     small: set[KeyPath]
 
 
@@ -283,22 +296,22 @@ def _eight(report: Report, dtype: str, with_head: bool) -> _Eight:
     name = report.dtype or "float32" if dtype == "auto" else dtype
     shapes = report.shapes_in(as_dtype(name))
     rules = report.tensors().rules_for(report.stored, single=True)
-    places, forms = placements(rules, shapes), _forms(report, lambda _: True)
-    small = {place.path for place in places if place.path[-1] in STORED} | set(forms)
-    small |= {(HEAD,)} if with_head else set()
-    return _Eight(name, shapes, places, forms, small)
+    places = placements(rules, shapes)
+    small = {place.path for place in places if place.path[-1] in STORED}
+    small |= set(_forms(report, lambda _: True)) | ({(HEAD,)} if with_head else set())
+    return _Eight(name, shapes, places, small)
 
 
 def _save_fp8(report: Report, folder: Path, eight: _Eight, progress: Progress | None) -> None:
     """Matrices are rounded as by `load`, one leaf after another, and so are the same there."""
-    name, shapes, places, forms, small = eight
+    name, shapes, places, small = eight
     config = _typed(read_json(report.folder / "config.json"), name)
     with export.fp8_folder(folder, places, shapes, small, report.tensors(), config) as write:
 
         def keep(path: KeyPath, leaf: Any) -> None:
             write(path, _rounded(path, leaf) if path in small else leaf)
 
-        _read(report, name, progress, keep, forms=forms)
+        read_params(report, name, progress, keep, passes=lambda _: True)
     for file in report.tokenizer_files:
         shutil.copyfile(report.folder / file, folder / file)
 
@@ -335,21 +348,6 @@ def _require_space(target: Path, size: int) -> None:
             f"{str(target)!r} needs {size / 1e9:.2f} GB but {str(there)!r} has {free / 1e9:.2f} GB "
             "free; choose another destination"
         )
-
-
-def _read(
-    report: Report,
-    dtype: str,
-    progress: Progress | None,
-    keep: Keep | None = None,
-    cut: Cut | None = None,
-    forms: Mapping[KeyPath, Form] | None = None,
-    as_stored: bool = False,
-) -> Any:
-    """The weights of an inspected checkpoint without problems."""
-    if report.kind == "converted":
-        return converted.restore(report, dtype, progress, keep, cut)
-    return read_weights(report, dtype, progress, keep, cut, forms, as_stored)
 
 
 def export_hf(

@@ -237,17 +237,8 @@ def _from_folder(
     keep, cut = one_by_one(config, is_small, split), split and split.rows
     # A CPU has nothing to overlap, and would compile a program for each shape.
     as_stored = split is None and jax.default_backend() != "cpu"
-    params, _ = checkpoints.load_params(
-        folder,
-        target,
-        progress,
-        lora=adapter,
-        keep=keep,
-        cut=cut,
-        passes=is_small,
-        as_stored=as_stored,
-        family=family,
-    )
+    how = {"keep": keep, "cut": cut, "passes": is_small, "as_stored": as_stored}
+    params = checkpoints.read_params(report, target, progress, **how)
     for note in (*report.notes, *further):
         warnings.warn(f"{source}: {note}", stacklevel=3)
     return model.replace(params=params, split=split)

@@ -118,11 +118,11 @@ class DiffusionGemma(Strategy):
         modes = (DECODER, ENCODER)
         narrow = functools.partial(canvas.run_one, forward, state, inputs, modes)
         both = functools.partial(canvas.run_all, forward, state, inputs, modes)
-        if not early or len(self.choices) == 1:
-            wide = early and self.choices == (True,)
+        choices = self.choices if early else (False,)
+        wide = True in choices
+        if len(choices) == 1:
             out = both() if wide else narrow()
         else:
-            wide = True
             out = jax.lax.cond(self.choice(state) > 0, both, narrow)
         state = out.store(state, blocks.to_cache(state))
         cells = blocks.live_cells(state) & active[:, :, None]

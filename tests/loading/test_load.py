@@ -115,7 +115,7 @@ def test_another_tokenizer_spells_the_ids(folder, small_published, tmp_path, mon
     assert model.tokenizer.encode("hé <MASK>") == usual.tokenizer.encode("hé <MASK>")
     assert model.defaults.vocab_limit == usual.defaults.vocab_limit
     # Before weights are read or drawn, which may take minutes.
-    monkeypatch.setattr(checkpoints, "load_params", lambda *_, **__: pytest.fail("read"))
+    monkeypatch.setattr(checkpoints, "read_params", lambda *_, **__: pytest.fail("read"))
     monkeypatch.setattr("dllm_jax.loading.load.random_leaf", lambda *_: pytest.fail("drawn"))
     for source in (folder, small_published):
         with pytest.raises(ValueError, match=r"has id \d+, .* has ids below \d+"):
@@ -256,7 +256,7 @@ def test_random_weights_take_a_program_a_drawn_shape_and_no_other(compilations, 
 def test_read_weights_take_no_program_and_a_cpu_none_of_the_memory_they_were_read_into(
     compilations, monkeypatch, folder
 ):
-    given, read = [], checkpoints.load_params
+    given, read = [], checkpoints.read_params
 
     def aligned(leaf):
         """As a CPU of JAX takes it without a copy."""
@@ -266,10 +266,10 @@ def test_read_weights_take_no_program_and_a_cpu_none_of_the_memory_they_were_rea
         given[-1][...] = leaf
         return given[-1]
 
-    def load_params(*args, keep, **kwargs):
+    def read_params(*args, keep, **kwargs):
         return read(*args, keep=lambda path, leaf: keep(path, aligned(leaf)), **kwargs)
 
-    monkeypatch.setattr(checkpoints, "load_params", load_params)
+    monkeypatch.setattr(checkpoints, "read_params", read_params)
     leaves = jax.tree.leaves(load(folder).params)
     assert compilations == []
     for leaf, was_given in zip(leaves, given, strict=True):
@@ -279,16 +279,16 @@ def test_read_weights_take_no_program_and_a_cpu_none_of_the_memory_they_were_rea
 
 
 def test_a_leaf_read_as_it_is_stored_has_its_axes_in_order_on_the_device(folder, monkeypatch):
-    plain, read, orders = load(folder), checkpoints.load_params, []
+    plain, read, orders = load(folder), checkpoints.read_params, []
 
-    def load_params(*args, keep, as_stored, **kwargs):
+    def read_params(*args, keep, as_stored, **kwargs):
         def seen(path, leaf):
             orders.append(leaf.flags.c_contiguous)
             return keep(path, leaf)
 
         return read(*args, keep=seen, as_stored=True, **kwargs)
 
-    monkeypatch.setattr(checkpoints, "load_params", load_params)
+    monkeypatch.setattr(checkpoints, "read_params", read_params)
     again = load(folder)
     assert not all(orders)
     jax.tree.map(np.testing.assert_array_equal, again.params, plain.params)

@@ -220,7 +220,7 @@ def test_networks_without_a_form_in_8_bits_are_refused_before_weights_are_read(
     tmp_path, monkeypatch
 ):
     folder = write_draft(tmp_path / "draft")
-    monkeypatch.setattr(loading.checkpoints, "load_params", None)
+    monkeypatch.setattr(loading.checkpoints, "read_params", None)
     with pytest.raises(LoadError, match="a draft has no form in 8 bits"):
         dj.load(folder, quantization="fp8")
 
