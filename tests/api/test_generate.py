@@ -48,12 +48,10 @@ def toy(shift: bool = False) -> Model:
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    """The shared toy."""
     return toy()
 
 
 def lists(out: dj.GenerateOutput) -> list[list[int]]:
-    """Emitted tokens of each row."""
     return [row[:n].tolist() for row, n in zip(np.asarray(out.tokens), out.length, strict=True)]
 
 
@@ -173,7 +171,6 @@ def test_generate_compiles_once_for_all_knobs_and_prompts_of_a_bucket(model):
 
 
 def test_generate_draws_depend_on_the_seed_and_only_when_sampling(model):
-    """Another key is another text; greedy decoding has no randomness."""
     strategy = STRATEGIES["multi_bd"]
     outs = [
         lists(
@@ -228,7 +225,6 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_generate_refuses_bad_arguments(model, case):
-    """Each error names the value and the rule."""
     arguments, message = BAD[case]
     with pytest.raises(ValueError, match=message):
         dj.generate(model, PROMPTS, **{"strategy": "multi_bd", **arguments})
@@ -312,7 +308,6 @@ def draw(logits, temperature=0.0, top_k=0, top_p=1.0, keys=None, **options):
 
 
 def softmax64(logits):
-    """The law in float64."""
     z = np.asarray(logits, np.float64)
     e = np.exp(z - z.max(-1, keepdims=True))
     return e / e.sum(-1, keepdims=True)

@@ -17,9 +17,9 @@ from dllm_jax import Request, SamplingParams
 from dllm_jax.api import snapshot
 from dllm_jax.api.infill import infill_request
 from dllm_jax.cli import main
-from dllm_jax.engine.layout import DeviceFailure
 from dllm_jax.strategies import FullSequence
 from dllm_jax.strategies.core import blocks
+from tests.api.test_snapshot import break_device
 from tests.contract import dense, harness
 from tests.contract.cases import case
 from tests.contract.dense_full_sequence import decode_full_sequence
@@ -160,15 +160,7 @@ def test_text_with_holes_is_replayed(model, tmp_path, monkeypatch, capsys):
     # A greedy accept threshold of one hole more a forward leaves something to replay.
     llm = make_llm(model, max_steps_per_chunk=1)
     llm.engine.save_snapshot = snapshot.snapshot_saver(model, STRATEGY, llm.config, tmp_path)
-    fetch, left = llm.engine.runner.fetch, [1]
-
-    def failing(chunk):
-        left[0] -= 1
-        if left[0] < 0:
-            raise DeviceFailure("gone")
-        return fetch(chunk)
-
-    monkeypatch.setattr(llm.engine.runner, "fetch", failing)
+    break_device(llm, 1, monkeypatch)
     llm.engine.add(request)
     while llm.engine.has_work:
         outputs = llm.engine.step()

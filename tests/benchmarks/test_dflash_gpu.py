@@ -8,7 +8,6 @@ import dataclasses
 import json
 import threading
 import time
-from pathlib import Path
 
 import compare
 import dflash_gpu
@@ -26,7 +25,6 @@ from dllm_jax.strategies.dflash import drafting
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).resolve().parents[2]
 
 (H200,) = RATES
 

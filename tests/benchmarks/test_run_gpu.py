@@ -5,7 +5,6 @@ figure more than a tenth slower than a stored one is found, by what it was measu
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import compare
@@ -15,6 +14,7 @@ import step_time
 from run_gpu import Section
 
 import dllm_jax as dj
+from tests.serve.driving import gone, within
 
 pytestmark = pytest.mark.long
 
@@ -46,14 +46,6 @@ def run(tmp_path, sections, *argv):
     return status, json.loads(out.read_text()), (tmp_path / "run.log").read_text()
 
 
-def is_alive(pid):
-    state = Path(f"/proc/{pid}/stat")
-    try:
-        return state.read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_a_section_that_hangs_is_ended_with_all_it_started_and_its_rows_are_kept(tmp_path):
     pids = tmp_path / "pids"
     # It and its child do not heed the request to end.
@@ -70,10 +62,7 @@ def test_a_section_that_hangs_is_ended_with_all_it_started_and_its_rows_are_kept
     assert report["sections"]["next"]["status"] == "done"
     assert "not done: hangs" in log
     for pid in map(int, pids.read_text().split()):
-        deadline = time.monotonic() + 120
-        while is_alive(pid) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not is_alive(pid)
+        assert within(lambda pid=pid: gone(pid))
 
 
 def test_sections_that_are_done_are_skipped_and_those_that_failed_are_not(tmp_path):

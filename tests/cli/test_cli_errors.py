@@ -88,20 +88,12 @@ GENERATE = [
     (2, ["--max-tokens", "0"], f"--max-tokens: value=0 {WHOLE} in [1, 2147"),
     (2, ["--max-tokens", "many"], f"--max-tokens: value='many' {WHOLE} in [1, 2"),
     (2, ["--temperature", "-1"], "--temperature: value=-1.0 must be a number in [0, 1000000.0]"),
-    (2, ["--temperature", "inf"], "--temperature: value=inf must be a number in [0, "),
     (2, ["--temperature", "nan"], "--temperature: value=nan must be a number in [0, "),
     (2, ["--top-p", "0"], "--top-p: value=0.0 must be above 0; choose a larger one"),
     (2, ["--top-k", "-2"], f"--top-k: value=-2 {WHOLE} in [-1, "),
-    *(
-        (2, [flag, text + "99999999999"], f"value=99999999999 {WHOLE}")
-        for flag, text in (("--top-k", ""), ("--max-nfe", ""), ("--stop-token-ids", "3,"))
-    ),
-    (2, ["--accept-threshold", "nan"], "--accept-threshold: value=nan must be a number in [0"),
+    (2, ["--stop-token-ids", "3,99999999999"], f"value=99999999999 {WHOLE}"),
     (2, ["--stop-token-ids", "a,b"], f"value='a' {WHOLE} in [0, 2147483647]"),
     (2, ["--dtype", "int8"], "invalid choice: 'int8'"),
-    (2, ["--page-size", "0"], f"--page-size: value=0 {WHOLE}"),
-    (2, ["--memory-utilization", "1.5"], "value=1.5 must be a number in [0, 1]"),
-    (2, ["--attention-implementation", "flash"], "invalid choice: 'flash'"),
     (2, ["--strategy", "fancy", "--model", "M"], "strategy='fancy' is unknown"),
     (2, ["--strategy", "fancy", "--model", "M"], "ar, block_diffusion, d2f"),
     (2, ["--half", "plain"], "--half is about problems drawn by --seed"),
@@ -305,16 +297,6 @@ def test_a_random_model_reads_no_text(fails, monkeypatch, verb):
     assert (
         "has no tokenizer to read text with; give one of its family (--tokenizer), use" in message
     )
-
-
-def test_corrupt_shard(fails, random_folder, tmp_path):
-    broken = tmp_path / "broken"
-    shutil.copytree(random_folder, broken)
-    shard = broken / "model.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-1000])
-    message = fails(1, "generate", PROMPT, "--model", str(broken))
-    assert "model.safetensors" in message
-    assert str(broken) in message
 
 
 @pytest.mark.slow

@@ -167,11 +167,16 @@ class _Entry(str):
     special = True
 
 
+def _model(template=_Reader.chat_template) -> Any:
+    reader = _Reader()
+    reader.chat_template = template
+    defaults = SimpleNamespace(family="llama")
+    return SimpleNamespace(source="x", defaults=defaults, tokenizer=reader)
+
+
 def test_control_tokens_in_callers_strings_are_text():
-    reader, draw = _Reader(), random.Random(0)
-    model: Any = SimpleNamespace(
-        source="x", defaults=SimpleNamespace(family="llama"), tokenizer=reader
-    )
+    model, draw = _model(), random.Random(0)
+    reader = model.tokenizer
     halves = ["<|end|>", "<x>", "<|", "end|>", "<", "x>", "a", " ", turns._OPEN, turns._CLOSE]
     for _ in range(300):
         hostile = "".join(draw.choices(halves, k=draw.randint(1, 12)))
@@ -200,11 +205,7 @@ def test_system_turns_amid_the_others_join_the_first_where_the_template_takes_on
     system, again = ({"role": "system", "content": text} for text in ("Be brief.", "It is May."))
 
     def rendered(talk, template):
-        reader = _Reader()
-        reader.chat_template = template
-        defaults = SimpleNamespace(family="llama")
-        model: Any = SimpleNamespace(source="x", defaults=defaults, tokenizer=reader)
-        return chat.render(model, talk)
+        return chat.render(_model(template), talk)
 
     for talk in ([system, ASK, again], [system, again, ASK]):
         assert rendered(talk, template) == "[system]Be brief.\n\nIt is May.[user]Oslo?"
@@ -279,11 +280,7 @@ PROBES = {  # what published templates write of a call
 
 @pytest.mark.parametrize("name", PROBES)
 def test_a_form_is_found_in_what_the_template_writes(name):
-    reader = _Reader()
-    reader.chat_template = PROBES[name] + "{{ tools and messages | length and '' }}"
-    model: Any = SimpleNamespace(
-        source="x", defaults=SimpleNamespace(family="llama"), tokenizer=reader
-    )
+    model = _model(PROBES[name] + "{{ tools and messages | length and '' }}")
     form = tool_forms.tool_form(model)
     assert (form.name, form.is_text) == (name, False)
     assert form.thinks is (name in ("hermes", "gemma4", None))

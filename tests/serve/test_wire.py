@@ -179,12 +179,8 @@ def test_hostile_json(body):
 
 
 def test_numbers_too_large_and_values_too_long_are_cut():
-    for fields in ({"seed": 10**30}, {"n": 10**30}, {"logit_bias": {"1": "x" * 10_000}}):
-        found = refusal(completion, **fields) if "seed" not in fields else None
-        if found is not None:
-            assert len(msgspec.json.encode(found.body)) <= 1024
-    found = refusal(completion, **{"x" * 100_000: 1})
-    assert len(msgspec.json.encode(found.body)) <= 1024
+    for fields in ({"n": 10**30}, {"logit_bias": {"1": "x" * 10_000}}, {"x" * 100_000: 1}):
+        assert len(msgspec.json.encode(refusal(completion, **fields).body)) <= 1024
 
 
 def test_messages_as_clients_write_them():

@@ -1,4 +1,4 @@
-"""Proves what the page of `dllm-jax trace` promises its reader (issue 23, item 9).
+"""Proves what the page of `dllm-jax trace` promises its reader.
 
 The first half reads the page and its files as text: order, words, signs, contrast, the data of
 several strategies. The second half drives the page in Chromium, where one is installed: keyboard,
@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import json
 import re
-import types
 from importlib import resources
 
 import numpy as np
@@ -17,8 +16,9 @@ import pytest
 
 from dllm_jax.cli import main
 from dllm_jax.trace.page import page_facts, render_page
-from dllm_jax.trace.trajectory import Step, Trajectory, Window
+from dllm_jax.trace.trajectory import Trajectory
 from tests.serve import browser
+from tests.trace.test_trace import Tokenizer, step, window
 
 ASSETS = {
     kind: (resources.files("dllm_jax.trace") / f"page.{kind}").read_text(encoding="utf-8")
@@ -29,17 +29,7 @@ MARKUP = "</script><script>document.title='broken'</script>"
 TEXTS = ("zero", " one", " two", " three", " four", " five", " six", ".", "<|end|>", MARKUP)
 
 
-class Tokenizer:
-    """Id i is the i-th text; the end token is special."""
-
-    def __init__(self):
-        self.added_tokens_decoder = {END: types.SimpleNamespace(special=True)}
-
-    def convert_ids_to_tokens(self, token):
-        return TEXTS[token]
-
-    def decode(self, ids, skip_special_tokens=False):
-        return "".join(TEXTS[one] for one in ids if not (skip_special_tokens and one == END))
+TOKENIZER = Tokenizer(TEXTS, {END})
 
 
 def decoded(name, windows):
@@ -47,22 +37,9 @@ def decoded(name, windows):
     steps = []
     for before, after in itertools.pairwise(windows):
         was, now = np.asarray(before).reshape(2, 4), np.asarray(after).reshape(2, 4)
-        sure = np.where(now < 0, 0.25, 0.95).astype(np.float32)
-        steps.append(
-            Step(
-                before=Window(4, np.array([1, 1]), was),
-                after=Window(4, np.array([1, 1]), now),
-                predicted=np.where(now < 0, 0, now).astype(np.int32),
-                confidence=sure,
-                entropy=sure,
-                accepted=(was < 0) & (now >= 0),
-                edited=(was >= 0) & (now >= 0) & (was != now),
-                commit_len=0,
-                settled_len=int(np.argmin(np.append(now.ravel(), -1) >= 0)),
-                nfe=1,
-                log_prob=sure - 1,
-            )
-        )
+        said = np.stack([np.maximum(now, 0), np.where(now < 0, 0.25, 0.95)], axis=-1)
+        settled = int(np.argmin(np.append(now.ravel(), -1) >= 0))
+        steps.append(step(window(4, [1, 1], was), window(4, [1, 1], now), said, settled=settled))
     tokens = [one for one in windows[-1] if one != END]
     return Trajectory(
         [MARKUP_ID, 1, 2, 3], tokens, 99, "stop", "a model", name, {"block_size": 4}, steps
@@ -76,7 +53,7 @@ SLOW = decoded("slow", [[-1] * 8, *([*FINAL[:n], *[-1] * (8 - n)] for n in (1, 2
 
 
 def page_of(*trajectories):
-    return render_page(trajectories if len(trajectories) > 1 else trajectories[0], Tokenizer())
+    return render_page(trajectories if len(trajectories) > 1 else trajectories[0], TOKENIZER)
 
 
 def variables(style, theme):
@@ -169,12 +146,12 @@ def test_one_strategy_is_one_object_and_several_are_a_list():
         return json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
 
     one, fast, slow = (data(page_of(*made)) for made in ([FAST], [FAST, SLOW], [SLOW, FAST]))
-    facts = [json.loads(json.dumps(page_facts(made, Tokenizer()))) for made in (FAST, SLOW)]
+    facts = [json.loads(json.dumps(page_facts(made, TOKENIZER))) for made in (FAST, SLOW)]
     assert one == facts[0]
     assert fast == facts
     assert slow == facts[::-1]
     assert "fast and slow" in re.search(r"<title>(.*?)</title>", page_of(FAST, SLOW))[1]
-    assert render_page([FAST], Tokenizer()) == page_of(FAST)
+    assert render_page([FAST], TOKENIZER) == page_of(FAST)
 
 
 def test_several_strategies_have_one_prompt():

@@ -8,6 +8,7 @@ import html.parser
 import json
 import re
 from importlib import resources
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -40,15 +41,16 @@ pytestmark = pytest.mark.usefixtures("no_compile_cache")
 class Tokenizer:
     """Id i is the i-th text; after them is one byte of a character, by its byte-level name."""
 
-    def __init__(self, texts):
-        self.added_tokens_decoder = {}
+    def __init__(self, texts, special=()):
+        self.added_tokens_decoder = dict.fromkeys(special, SimpleNamespace(special=True))
         self._texts = (*texts, "\ufffd")
 
     def convert_ids_to_tokens(self, token):
         return "âĤ" if token == len(self._texts) - 1 else self._texts[token]
 
     def decode(self, ids, skip_special_tokens=False):
-        return "".join(self._texts[token] for token in ids)
+        hidden = self.added_tokens_decoder if skip_special_tokens else ()
+        return "".join(self._texts[token] for token in ids if token not in hidden)
 
 
 def window(start, status, tokens):
