@@ -32,29 +32,6 @@ def facts_of(capsys, *argv):
 
 
 @pytest.mark.slow
-def test_throughput_of_fixed_work_is_what_was_asked_for(random_folder, capsys, tmp_path):
-    path = tmp_path / "facts.json"
-    model = ["--model", str(random_folder), *SMALL]
-    argv = ["throughput", *model, *FIXED, "--num-prompts", "5", "--output", str(path)]
-    assert main(["bench", *argv]) == 0
-    reported, facts = capsys.readouterr().out, json.loads(path.read_text())
-    assert (facts["mode"], facts["strategy"], facts["tokens_per_step"]) == ("fixed", "FixedWork", 3)
-    assert (facts["requests"], facts["batch"]) == (5, 5)
-    assert (facts["prompt_tokens"], facts["visible_tokens"]) == (5 * 20, 5 * 31)
-    assert facts["nfe"] == 5 * 11
-    assert facts["tokens_per_forward"] == pytest.approx(31 / 11)
-    assert facts["finish_reasons"] == {"length": 5}
-    assert facts["tok_s"] == pytest.approx(155 / facts["wall_s"])
-    assert (facts["block_size"], facts["buffer_size"], facts["num_slots"]) == (8, 2, 2)
-    assert facts["readout"]["first_token_matches_dense"]
-    assert facts["config"]["num_layers"] == 2
-    assert "155 visible tokens" in reported
-    assert f"{facts['nfe']} forwards, 2.82 tokens per forward" in reported
-    assert f"host overhead {facts['host_overhead']:.1%}" in reported
-    assert "no floor known for this device" in reported
-
-
-@pytest.mark.slow
 def test_latency_runs_the_batch_again_and_again(random_folder, capsys):
     model = ["--model", str(random_folder), *SMALL]
     facts = facts_of(capsys, "latency", *model, *FIXED, "--batch-size", "2", "--num-iters", "3")
