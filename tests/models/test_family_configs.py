@@ -619,7 +619,7 @@ def test_pads_come_from_the_files_then_the_table():
         ("llada2", "LLaDA2.0-captain", {}),
         ("dream", "Dream-v0-Instruct-7B", {}),
         ("diffucoder", "DiffuCoder-7B-Instruct", {"temperature": 0.3}),
-        ("diffucoder", "DiffuCoder-7B-cpGRPO", {"temperature": 0.4}),
+        ("diffucoder", "diffucoder-7b-cpGRPO", {"temperature": 0.4}),
     ],
 )
 def test_names_change_defaults_only(family, name, changed):

@@ -4,11 +4,9 @@
 """
 
 import dataclasses
-import shutil
 import warnings
 from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,10 +18,8 @@ from dllm_jax.api.strategy import check_fit
 from dllm_jax.cli import entry, info
 from dllm_jax.cli import strategy as cli_strategy
 from dllm_jax.cli.engine import sampling_params
-from dllm_jax.convert import export_hf
 from dllm_jax.loading.model import Model
 from dllm_jax.models.architecture import arch_of
-from dllm_jax.models.dense import DenseConfig, init_params
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.family import with_d2f_adapter
 from dllm_jax.models.family_table import FAMILIES
@@ -39,50 +35,9 @@ from dllm_jax.strategies import (
     as_strategy,
     load_strategy,
 )
+from tests.contract.models import causal
 from tests.oracles.checkpoints import write_tiny
 from tests.oracles.tiny_configs import CONFIGS
-
-
-@pytest.fixture(scope="module")
-def causal_model(random_folder, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "random-qwen3"
-    cfg = DenseConfig(
-        vocab_size=512,
-        hidden_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        ffn_size=128,
-        max_position=256,
-        shift=True,
-    )
-    params = init_params(jax.random.key(1), cfg, "float32")
-    extra = {"eos_token_id": 2, "pad_token_id": 0}
-    export_hf(params, cfg, folder, "float32", family="qwen3", extra_config=extra)
-    for path in random_folder.glob("*token*"):
-        shutil.copy(path, folder)
-    return dj.load(folder)
-
-
-@pytest.mark.slow
-def test_a_causal_model_is_decoded_token_by_token(causal_model):
-    ids = causal_model.tokenizer("Ann has 3 pens.")["input_ids"]
-    out = dj.generate(causal_model, [ids], max_tokens=9, ignore_eos=True)
-    text, limit = list(ids), causal_model.defaults.vocab_limit
-    for _ in range(9):
-        padded = jnp.array([text + [0] * (32 - len(text))])
-        logits = causal_model.logits(padded, attention="causal")[0, len(text) - 1]
-        text.append(int(np.argmax(logits[:limit])))
-    assert out.tokens[0].tolist() == text[len(ids) :]
-    assert out.nfe[0] == 8  # the first token comes from the prefill
-
-
-def test_ar_refuses_another_window(causal_model):
-    strategy = dj.strategies.AR(block_size=1)
-    with pytest.raises(ValueError, match="leave both at their defaults, 2 and 1"):
-        dj.generate(causal_model, [[5, 6]], strategy, max_tokens=4)
-
 
 # A family's own strategy.
 
@@ -96,6 +51,11 @@ def tiny(family, source="", name="", **changes):
 @pytest.fixture(scope="module")
 def dream():
     return tiny("dream", source="tests/dream")
+
+
+def test_ar_refuses_another_window():
+    with pytest.raises(ValueError, match="leave both at their defaults, 2 and 1"):
+        dj.generate(causal(), [[5, 6]], dj.strategies.AR(block_size=1), max_tokens=4)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -289,13 +249,6 @@ def test_sampling_is_greedy_under_another_strategy(own, dream):
     for strategy in (MultiBD(), BlockDiffusion(), as_strategy(lambda _, state: state)):
         assert api_strategy.default_params(dream, strategy) == dj.SamplingParams()
         assert sampling_params(command(), dream, strategy) == dj.SamplingParams()
-
-
-@pytest.mark.parametrize(
-    ("name", "temperature"), [("DiffuCoder-7B-Instruct", 0.3), ("diffucoder-7b-cpGRPO", 0.4)]
-)
-def test_the_name_of_a_diffucoder_sets_its_temperature(name, temperature):
-    assert tiny("diffucoder", name=name).defaults.temperature == temperature
 
 
 def test_llm_samples_as_the_family_does(own, started):

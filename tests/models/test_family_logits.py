@@ -8,7 +8,6 @@ the NumPy reference, and plain top-k where its capacity excludes nothing.
 
 import dataclasses
 import json
-import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import dllm_jax as dj
 from dllm_jax.models import reference
 from tests.golden.family_cases import BLOCK, CASES, LENGTH, MASKS, write_case
-from tests.oracles.checkpoints import write_adapter, write_tiny
+from tests.oracles.checkpoints import write_tiny
 from tests.oracles.families import reference_logits, run, visibility
 from tests.oracles.tiny_configs import CONFIGS
 
@@ -122,7 +119,10 @@ DRAWS: dict[str, tuple[str, dict[str, Any]]] = {
         {"decoder_sparse_step": 2, "mlp_only_layers": [3], "num_hidden_layers": 4},
     ),
     "weights_not_normalised": ("qwen3_moe", {"norm_topk_prob": False}),
-    "one_expert_a_row": ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}),
+    "one_expert_a_row_and_one_key_head": (
+        "qwen3_moe",
+        {"num_experts_per_tok": 1, "norm_topk_prob": False, "num_key_value_heads": 1},
+    ),
     "biases_and_two_shared_experts": (
         "llada2",
         {
@@ -231,75 +231,7 @@ def test_48_2_the_head_of_an_a2d_folder_wins_over_its_tie(tmp_path, is_copy):
     agree(model, folder, ids)
 
 
-# --- what may differ between folders and change nothing ------------------------------------------
-
-LAYOUTS = {
-    "fast_dllm_v2": [{"shards": "round_robin"}, {"shards": "layers"}],
-    "fast_dllm_v2_tied": [{"shards": "layers"}],
-    "llada": [{"shards": "round_robin"}, {"shards": "layers"}],
-    "sdar_moe": [{"shards": "layers"}, {"shards": "round_robin"}],
-    "llada2": [
-        {"experts": "merged"},
-        {"experts": "packed"},
-        {"shards": "round_robin"},
-        {"experts": "merged", "shards": "layers"},
-        {"experts": "packed", "shards": "round_robin"},
-    ],
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_gives_the_same_weights(model_of, tmp_path, name):
-    family, changes = CASES[name]
-    seed = 100 + list(CASES).index(name)
-    for i, layout in enumerate(LAYOUTS[name]):
-        folder = write_tiny(family, tmp_path / str(i), seed=seed, **layout, **changes)
-        same_weights(dj.load(folder, dtype="float32"), model_of(name))
-
-
-def same_weights(model: dj.Model, other: dj.Model) -> None:
-    assert model.config == other.config
-    assert jax.tree.structure(model.params) == jax.tree.structure(other.params)
-    jax.tree.map(np.testing.assert_array_equal, model.params, other.params)
-
-
-def test_sixteen_bit_biases_become_float32_exactly(tmp_path):
-    """LLaDA2.0 stores the experts' biases in 16 bits, 2.1 in 32: in memory they have 32."""
-    short = write_tiny("llada2", tmp_path / "2.0", dtype="bfloat16", bias_dtype="bfloat16")
-    long = write_tiny("llada2", tmp_path / "2.1", dtype="bfloat16")
-    for folder in (short, long):
-        model = dj.load(folder, dtype="bfloat16")
-        assert model.params["layers"][1]["router_bias"].dtype == jnp.float32
-        assert model.params["layers"][1]["router"].dtype == jnp.bfloat16
-        agree(dj.load(folder, dtype="float32"), folder, some_ids())
-    biases = [
-        dj.load(f, dtype="bfloat16").params["layers"][1]["router_bias"] for f in (short, long)
-    ]
-    assert np.abs(biases[0] - biases[1]).max() > 0  # the second was not rounded
-
-
-@pytest.mark.parametrize(
-    ("name", "spelling"),
-    [
-        ("llada", {}),
-        ("dream", {"use_rslora": True}),
-        ("diffucoder", {"alpha_pattern": {"k_proj": 3, "model.layers.1.self_attn.q_proj": 9}}),
-        ("stable_diffcoder", {"leaf": ".default.weight"}),
-        ("llada", {"prefix": "", "leaf": ""}),
-    ],
-)
-def test_an_adapter_is_merged(folder_of, model_of, tmp_path, name, spelling):
-    folder = folder_of(name)
-    adapter = write_adapter(folder, tmp_path, r=4, alpha=6, **spelling)
-    with warnings.catch_warnings():  # that it is taken for one of D2F
-        warnings.simplefilter("ignore")
-        model = dj.load(folder, dtype="float32", lora=adapter)
-    agree(model, folder, some_ids(), adapter=adapter)
-    plain = model_of(name).logits(some_ids()[None], "full")
-    assert jnp.abs(model.logits(some_ids()[None], "full") - plain).max() > 1000 * TOLERANCE
-
-
-# --- what must not matter, and what must ---------------------------------------------------------
+# --- what must matter ----------------------------------------------------------------------------
 
 
 def changed(model: dj.Model, change: Any) -> dj.Model:
@@ -314,39 +246,6 @@ def difference(model: dj.Model, name: str) -> float:
     """The furthest that the model's logits lie from those of a golden case."""
     logits = model.logits(GOLDEN[f"{name}/ids"][None], "full")[0]
     return float(jnp.abs(logits - GOLDEN[f"{name}/full"]).max())
-
-
-EXPERT_LEAVES = ("router_bias", "experts_gate_up", "experts_down")
-
-
-def with_experts_ordered(model: dj.Model, order: Any, parts: Any = EXPERT_LEAVES) -> dj.Model:
-    """Experts in another order, their columns of the router and biases with them."""
-
-    def change(layer):
-        if "router" not in layer:
-            return {}
-        moved = {part: layer[part][order] for part in parts if part in layer}
-        return moved | {"router": layer["router"][:, order]}
-
-    return changed(model, change)
-
-
-@pytest.mark.parametrize("name", ["llada2", "llada2_2_unlimited", "sdar_moe"])
-def test_the_order_of_experts_does_not_matter(model_of, name):
-    """Groups of three change places, and the experts within each of them."""
-    order = np.array([[11, 9, 10], [3, 5, 4], [0, 2, 1], [8, 6, 7]]).reshape(-1)
-    assert difference(with_experts_ordered(model_of(name), order), name) < TOLERANCE
-
-
-@pytest.mark.parametrize("name", ["dream", "llada2"])
-def test_the_order_of_kv_groups_does_not_matter(model_of, name):
-    def change(layer):
-        G, n, H = layer["wqkv"].shape[1:]
-        out = layer["wo"].reshape(G, n - 2, H, -1)[::-1].reshape(layer["wo"].shape)
-        biases = {"bqkv": layer["bqkv"][::-1]} if "bqkv" in layer else {}
-        return {"wqkv": layer["wqkv"][:, ::-1], "wo": out, **biases}
-
-    assert difference(changed(model_of(name), change), name) < TOLERANCE
 
 
 MISTAKES = {
@@ -460,108 +359,7 @@ def test_bfloat16_stays_close(tmp_path, name):
     assert 1e-5 < worst < 5e-2  # measured: 0.005 to 0.016
 
 
-# --- any config ----------------------------------------------------------------------------------
-
-
-@st.composite
-def any_config(draw):
-    """A family, sizes and settings that its published code would accept."""
-
-    def pick(*values):
-        return draw(st.sampled_from(values))
-
-    family = pick(
-        "llada",
-        "dream",
-        "sdar",
-        "stable_diffcoder",
-        "llama31",
-        "qwen3",
-        "sdar_moe",
-        "qwen3_moe",
-        "llada2",
-        "llada2_2",
-    )
-    kv_heads, share = pick(1, 2, 3), pick(1, 2, 3)
-    heads, layers, vocab = kv_heads * share, pick(1, 2, 4), pick(50, 77)
-    tied = pick(False, True)
-    head_dim = pick(8, 16)
-    if family == "llada":
-        return family, {
-            "n_heads": heads,
-            "n_kv_heads": kv_heads,
-            "d_model": heads * head_dim,
-            "n_layers": layers,
-            "vocab_size": vocab,
-            "embedding_size": None,
-            "weight_tying": tied,
-            "scale_logits": pick(False, True),
-            "include_qkv_bias": pick(False, True),
-            "mlp_hidden_size": pick(24, 40),
-        }
-    config: dict[str, Any] = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "num_hidden_layers": layers,
-        "hidden_size": heads * head_dim,
-        "vocab_size": vocab,
-        "tie_word_embeddings": tied,
-        "intermediate_size": pick(24, 40),
-        "rope_theta": pick(1e4, 1e6),
-    }
-    if family not in ("dream", "stable_diffcoder"):
-        config |= {"head_dim": head_dim, "hidden_size": heads * pick(4, 12)}
-    if family == "dream":
-        config |= {"layer_types": ...}
-    if family in ("sdar", "qwen3", "llama31"):
-        config["attention_bias"] = pick(False, True)
-    if family in ("sdar_moe", "qwen3_moe", "llada2", "llada2_2"):
-        groups, size = pick(1, 2, 4), pick(3, 5)
-        kept = draw(st.integers(1, groups))
-        experts, choice = groups * size, kept * size
-        config |= {"num_experts": experts, "moe_intermediate_size": pick(8, 16)}
-        if family == "llada2_2":
-            choice = draw(st.integers(1, experts))
-            config |= {"expert_capacity": choice, "block_size": pick(1, 4, 8)}
-        if family.startswith("llada2"):
-            config |= {
-                "n_group": groups,
-                "topk_group": kept,
-                "first_k_dense_replace": draw(st.integers(0, layers)),
-                "num_shared_experts": pick(0, 1, 2),
-                "use_bias": pick(False, True),
-                "use_qkv_bias": pick(False, True),
-                "rotary_dim": pick(4, 8),
-                "partial_rotary_factor": ...,
-                "moe_router_enable_expert_bias": pick(False, True),
-                "norm_topk_prob": pick(False, True),
-            }
-        else:
-            choice = experts
-            config |= {
-                "decoder_sparse_step": pick(1, 2),
-                "mlp_only_layers": draw(st.lists(st.integers(0, layers - 1), max_size=1)),
-                "norm_topk_prob": family == "sdar_moe" or pick(False, True),
-            }
-        config["num_experts_per_tok"] = draw(st.integers(1, choice))
-    return family, config
-
-
-@pytest.mark.slow
-@settings(max_examples=40)
-@given(any_config(), st.integers(0, 2**31), st.sampled_from(MASKS), st.integers(1, 20))
-def test_logits_agree_with_the_reference_for_any_config(tmp_path_factory, case, seed, kind, length):
-    family, config = case
-    if family == "llada2_2":  # whole routing blocks only
-        length = -(-length // config["block_size"]) * config["block_size"]
-    folder = write_tiny(family, tmp_path_factory.mktemp("any"), seed=seed, **config)
-    ids = some_ids(length, config["vocab_size"], seed)
-    for layer in run(folder, ids, visibility(kind, length, BLOCK)).routing.values():
-        best = -np.sort(-layer.choice, axis=1)
-        chosen = config["num_experts_per_tok"]
-        # A nearer tie than float32 can tell is nobody's mistake.
-        assume(np.all(best[:, chosen - 1, None] - best[:, chosen : chosen + 1] > 1e-6))
-    agree(dj.load(folder, dtype="float32"), folder, ids, kind)
+# --- appended texts ------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
