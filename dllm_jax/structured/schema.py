@@ -89,8 +89,7 @@ class _Writer:
                 except NoInstance as one:
                     error = error or one
         if not trees:
-            path = saids[0].path if saids else "$"
-            raise error or no_instance(path, "has no instance; correct it")
+            raise error or no_instance(saids[0].path, "has no instance; correct it")
         return either(trees)
 
     def _of_kind(self, kind: str, way: Way) -> Tree:

@@ -217,10 +217,8 @@ def in_json(tree: Tree) -> Tree:
         ranges = ranges_of(op, value)
         if ranges is not None:
             found += _escaped(ranges)
-        elif op is _c.BRANCH:
+        elif op in (_c.BRANCH, _c.SUBPATTERN):
             found += either([in_json(one) for one in children(op, value)])
-        elif op is _c.SUBPATTERN:
-            found += in_json(children(op, value)[0])
         elif op in (_c.MAX_REPEAT, _c.MIN_REPEAT):
             found.append((_c.MAX_REPEAT, (value[0], value[1], in_json(value[2]))))
         elif op in (BOTH, FIRST_ALONE):
