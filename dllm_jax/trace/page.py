@@ -4,6 +4,7 @@ Data flow: `Trajectory` -> `replay` and `pieces` -> JSON -> the template's style
 """
 
 import html
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ def render_page(trajectory: Trajectory | Sequence[Trajectory], tokenizer: Any = 
 
 def page_facts(trajectory: Trajectory, tokenizer: Any = None) -> dict[str, Any]:
     """The data of the page, for JSON; probabilities are in thousandths."""
-    played = replay(trajectory)
+    played, text = replay(trajectory), text_of(tokenizer, trajectory.tokens)
     return {
         "model": trajectory.model,
         "strategy": trajectory.strategy,
@@ -50,7 +51,7 @@ def page_facts(trajectory: Trajectory, tokenizer: Any = None) -> dict[str, Any]:
         "finish": trajectory.finish_reason,
         "prompt": text_of(tokenizer, trajectory.prompt),
         "promptLen": len(trajectory.prompt),
-        "text": text_of(tokenizer, trajectory.tokens),
+        "text": text,
         "numTokens": len(trajectory.tokens),
         "limit": trajectory.limit,
         "first": played.first,
@@ -58,7 +59,7 @@ def page_facts(trajectory: Trajectory, tokenizer: Any = None) -> dict[str, Any]:
         "blockSize": played.block_size,
         "windowSize": trajectory.steps[0].before.tokens.size,
         "pieces": _pieces(played, tokenizer),
-        "frames": [_frame(one, trajectory, tokenizer) for one in played.frames],
+        "frames": [_frame(one, trajectory, tokenizer, text) for one in played.frames],
     }
 
 
@@ -91,24 +92,18 @@ def _pieces(played: Replay, tokenizer: Any) -> dict[int, list[Any]]:
     return {token: [one.text, int(one.is_special)] for token, one in found.items()}
 
 
-def _frame(frame: Frame, trajectory: Trajectory, tokenizer: Any) -> dict[str, Any]:
+def _frame(frame: Frame, trajectory: Trajectory, tokenizer: Any, text: str) -> dict[str, Any]:
+    settled = text_of(tokenizer, trajectory.tokens[: frame.num_settled])
+    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(settled, text, strict=False))
     return {
         "start": frame.start,
         "status": frame.status,
         "nfe": frame.nfe,
         "settled": frame.num_settled,
-        "shown": _settled_chars(frame.num_settled, trajectory, tokenizer),
+        "shown": len([*alike]),  # characters of the text that are settled
         "commit": frame.commit_len,
         "put": frame.put,
         "guesses": frame.guesses,
         "accepted": frame.accepted,
         "edited": frame.edited,
     }
-
-
-def _settled_chars(count: int, trajectory: Trajectory, tokenizer: Any) -> int:
-    """Length of the settled tokens in the text: the characters that both begin with."""
-    whole = text_of(tokenizer, trajectory.tokens)
-    settled = text_of(tokenizer, trajectory.tokens[:count])
-    pairs = enumerate(zip(settled, whole, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(settled), len(whole)))
