@@ -110,8 +110,7 @@ def _config(
         if parsed is None or parsed.config != model.config:
             continue
         asked, given = dataclasses.asdict(defaults), dataclasses.asdict(parsed.defaults)
-        own = {key: asked[key] for key in OURS if asked[key] != given[key]}
-        own = {key: value for key, value in own.items() if value is not None}
+        own = {key: asked[key] for key in OURS if asked[key] not in (None, given[key])}
         again = {**config, "dllm_jax": own} if own else dict(config)
         if _parsed(again, row, name) is not None:
             return again

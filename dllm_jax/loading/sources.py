@@ -109,8 +109,8 @@ def find_tokenizer(tokenizer: str | os.PathLike[str]) -> Path:
         return find_folder(name)
     if _is_hub_id(name):
         return hub.fetch_tokenizer(name)
-    if not name or not os.path.isdir(name) or not has_tokenizer(Path(name)):
-        what = "holds no tokenizer.json" if name and os.path.isdir(name) else "is no folder"
+    if not os.path.isdir(name) or not has_tokenizer(Path(name)):
+        what = "holds no tokenizer.json" if os.path.isdir(name) else "is no folder"
         raise LoadError(
             f"tokenizer={reprlib.repr(name)} {what}; give the folder of a fast tokenizer, or a hub "
             "id org/name"

@@ -6,6 +6,7 @@ and form of the messages. A loop is stopped by the clock; `sandbox` bounds what 
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import sys
 import time
@@ -65,18 +66,13 @@ def _limited() -> Iterator[None]:
     A trace function can stop a loop; a thread that renders could only be left running.
     """
     until, before = time.thread_time() + MOST_SECONDS, sys.gettrace()
+    events = itertools.count(1)
 
-    num_events = 0
-
-    def traced(frame: FrameType, event: str, value: Any) -> Any:
-        nonlocal num_events
-        del event, value
-        num_events += 1
-        if num_events % _EVENTS_A_LOOK == 0 and time.thread_time() > until:
+    def traced(frame: FrameType, *_: Any) -> Any:
+        if next(events) % _EVENTS_A_LOOK == 0 and time.thread_time() > until:
             raise TimeoutError(f"it takes more than {MOST_SECONDS:g} s")
-        return (
-            None if frame.f_code is size_of.__code__ else traced
-        )  # it is bounded, and slow traced
+        # `size_of` is bounded, and slow when it is traced.
+        return None if frame.f_code is size_of.__code__ else traced
 
     sys.settrace(traced)
     try:
