@@ -35,10 +35,8 @@ from tests.golden.folders import GOLDEN, copy_golden, edit_config, read_tensors
 def assert_same(tree, expected):
     """Same structure, types and bits."""
     assert jax.tree.structure(tree) == jax.tree.structure(expected)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        other = expected
-        for key in path:
-            other = other[getattr(key, "key", getattr(key, "idx", None))]
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    for (path, leaf), other in zip(leaves, jax.tree.leaves(expected), strict=True):
         assert (leaf.dtype, leaf.shape) == (other.dtype, other.shape), path
         assert np.ascontiguousarray(leaf).tobytes() == np.ascontiguousarray(other).tobytes(), path
 

@@ -7,7 +7,6 @@ nothing, or refused by name; so is every tensor.
 import json
 import shutil
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -15,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 import dllm_jax as dj
 from dllm_jax.convert import ConversionError, convert, export_hf, inspect
 from dllm_jax.models.families import ConfigError, parse_config
+from tests.convert.test_convert import assert_same
 from tests.oracles.canvas_files import GENERATION, config_of, random_tensors, write_canvas
 
 VISION = {
@@ -35,11 +35,6 @@ def rewrite(folder, change):
     tensors = change(load_file(folder / "model.safetensors"))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
-
-
-def assert_same(a, b):
-    for mine, theirs in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
 
 
 @pytest.mark.parametrize("shape", ["base", "pattern"])

@@ -141,19 +141,6 @@ def test_export_writes_back_what_was_read(family, tiny, tmp_path):
 # Full size, by shapes alone.
 
 
-# One name of each config: many are shared.
-DISTINCT = {json.dumps(config): name for name, config in reversed(PUBLISHED.items())}.values()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", DISTINCT)
-def test_every_element_of_a_published_model_is_filled_once(name):
-    parsed = parse_config(PUBLISHED[name], name=name)
-    shapes = arch_of(parsed.config).param_shapes(parsed.config)
-    rules = table_of(parsed.family).rules_for()
-    assert unaccounted(placements(rules, shapes), shapes) == []
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("value", [False, True])
@@ -206,15 +193,14 @@ def test_the_proof_refuses_an_axis_named_twice():
         unaccounted([wrong], SHAPES)
 
 
-def write_sparse(folder, config, dtypes):
+def write_sparse(folder, config):
     """A checkpoint of full size whose files take no room: headers, and data that is not there."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**config, "mask_token_id": 7}))
     entries, offset = {}, 0
     for name, shape in tensor_shapes(config).items():
-        kind = next((k for piece, k in dtypes.items() if piece in name), "BF16")
-        end = offset + math.prod(shape) * {"BF16": 2, "F32": 4}[kind]
-        entries[name] = {"dtype": kind, "shape": shape, "data_offsets": [offset, end]}
+        end = offset + math.prod(shape) * 2
+        entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, end]}
         offset = end
     header = json.dumps(entries).encode()
     with (folder / "model.safetensors").open("wb") as file:
@@ -224,30 +210,19 @@ def write_sparse(folder, config, dtypes):
 
 
 # Source: total_size of the published indices; leaves by hand. LLaDA2.0 stores the experts' biases
-# in 16 bits, 2.1 in 32, which is what both become: 19 * 256 * 2 and 31 * 256 * 2 bytes more.
-def late(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
+# in 16 bits, which become 32: 19 * 256 * 2 bytes more.
 @pytest.mark.long
-@pytest.mark.slow("30B")
 @pytest.mark.parametrize(
     ("name", "tensors", "leaves", "stored", "result"),
     [
         ("GSAI-ML/LLaDA-8B-Instruct", 291, 195, 16031162368, 16031162368),
-        ("JetLM/SDAR-30B-A3B-Chat", 18867, 435, 61064245248, 61064245248),
         ("inclusionAI/LLaDA2.0-mini", 14813, 239, 32511286784, 32511296512),
-        late("JetLM/SDAR-8B-Chat", 399, 291, 16381470720, 16381470720),
-        late("Efficient-Large-Model/Fast_dLLM_v2_1.5B", 338, 198, 3087428608, 3087428608),
-        late("inclusionAI/LLaDA2.1-mini", 14813, 239, 32511296512, 32511296512),
-        late("inclusionAI/LLaDA2.0-flash", 24161, 383, 205779410432, 205779426304),
     ],
 )
 def test_a_full_size_folder_passes_a_dry_run(
     name, tensors, leaves, stored, result, tmp_path, monkeypatch
 ):
-    dtypes = {"expert_bias": "F32"} if "2.1" in name else {}
-    folder = write_sparse(tmp_path / "model", PUBLISHED[name], dtypes)
+    folder = write_sparse(tmp_path / "model", PUBLISHED[name])
     assert (folder / "model.safetensors").stat().st_blocks * 512 < 50e6
     report = inspect(folder)
     assert report.problems == ()
@@ -302,10 +277,8 @@ BLOCK = "model.transformer.blocks.0."
 HEAD = "model.transformer.ff_out.weight"
 LAYER = "model.layers.1."
 EXPERTS = LAYER + "mlp.experts."
-FUSED = LAYER + "attention.query_key_value.weight"
 FAULTS = [
     ("llada", {}, drop(re.escape(HEAD)), f"{HEAD} is missing although weight_tying is false"),
-    ("llada", {}, drop(f"{BLOCK}ff_out.weight"), f"1 tensor(s) missing: {BLOCK}ff_out.weight"),
     (
         "llada",
         {},
@@ -318,12 +291,6 @@ FAULTS = [
         config(n_layers=2),
         "n_layers=2 but the files go on; correct config.json: model.transformer.blocks.2.",
     ),
-    (
-        "llada",
-        {},
-        put(BLOCK + "attn_out.weight", lambda x: x[:, :-1]),
-        f"{BLOCK}attn_out.weight has shape [48, 47], expected [48, 48]",
-    ),
     ("llada", {"include_qkv_bias": True}, config(include_qkv_bias=False), "unknown name: "),
     (
         "dream",
@@ -332,16 +299,7 @@ FAULTS = [
         "9 tensor(s) missing: model.layers.0.self_attn.q_proj.bias, ",
     ),
     ("stable_diffcoder", {}, add(**{LAYER + "self_attn.q_proj.bias": 48}), "unknown name: "),
-    ("sdar", {}, drop(r".*q_norm.*"), "3 tensor(s) missing: model.layers.0.self_attn.q_norm"),
     ("qwen3", {}, config(vocab_size=199), " rows but vocab_size=199; correct config.json"),
-    (
-        "llada2",
-        {},
-        put(FUSED, lambda x: x[:-16]),
-        f"{FUSED} has shape [144, 40], expected [160, 40]",
-    ),
-    ("llada2", {}, put(FUSED, np.transpose), f"{FUSED} has shape [40, 160], expected [160, 40]"),
-    ("llada2", {}, drop(re.escape(FUSED)), f"1 tensor(s) missing: {FUSED}"),
     (
         "llada2",
         {},
@@ -494,24 +452,6 @@ def test_any_tensor_dropped_renamed_reshaped_or_stored_twice_is_named(family, na
     save_file({name: tensor}, folder / "more.safetensors")
     twice = f"{name} is in both model.safetensors and more.safetensors; keep one of them"
     assert inspect(folder).problems == (twice,)
-
-
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        ("llada", BLOCK + "ff_out.weight"),
-        ("llada2", FUSED),
-        ("qwen3_moe", EXPERTS + "9.up_proj.weight"),
-    ],
-)
-def test_values_that_are_no_numbers_are_named(family, name, tmp_path):
-    folder = write_tiny(family, tmp_path / "model")
-    put(name, lambda x: np.where(np.arange(x.size).reshape(x.shape) == x.size - 1, np.nan, x))(
-        folder
-    )
-    with pytest.raises(ConversionError) as caught:
-        load_params(folder)
-    assert caught.value.problems == (f"{name} holds NaN or Inf",)
 
 
 def test_a_tied_llada_may_hold_a_copy_of_its_head_and_no_other(tmp_path):

@@ -20,6 +20,7 @@ from dllm_jax.convert.schemes import read_scheme
 from dllm_jax.convert.shards import read_shards
 from dllm_jax.loading import load as loading
 from dllm_jax.models.quantization import is_quantized, quantized
+from tests.convert.test_convert import assert_same
 from tests.oracles.canvas_files import write_canvas
 from tests.oracles.checkpoints import write_adapter, write_tiny
 from tests.oracles.packed_files import CASES, GOLDEN, config_of, tensors_of, write_safetensors
@@ -388,14 +389,6 @@ def test_numbers_stored_by_output_are_those_that_run(form, random_folder, tmp_pa
             assert np.array_equal(layer[name].scales, scales), name
     again = dj.load(to, quantization="fp8")
     assert_same(again.params, model.params)
-
-
-def assert_same(found, wanted):
-    """The same tree, bit for bit."""
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        assert np.array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
 
 
 def test_what_an_adapter_changes_is_rounded_anew(folder, tmp_path):

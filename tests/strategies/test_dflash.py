@@ -226,16 +226,6 @@ def test_random_requests_have_the_tokens_of_ar() -> None:
     assert any(models.MASK in one.output for one in done)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "width"), [(2, 2), (3, 3), (5, 5), (5, 3), (8, 8), (8, 1), (16, 16), (16, 8)]
-)
-def test_random_requests_over_a_long_sweep(size: int, width: int) -> None:
-    done = check_batches(DFlash(size, LAYERS, width), 1000, 62)
-    assert len(done) >= 170
-    assert max(n for one in done for n in one.counts) == width
-
-
 # --- drafters of one kind -------------------------------------------------------------------------
 
 ROUND = 5  # of `BLOCK`

@@ -133,11 +133,6 @@ def test_stretches_of_one_width_are_the_steps_one_by_one(strategy: Any) -> None:
 
 
 @pytest.mark.slow
-def test_widths_that_change_over_a_long_sweep() -> None:
-    assert check_wandering(1000, 60) == {1, 2, 3, 4, 5}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("break_even", [1.25, 2.0, 3.5])
 def test_switching_drafts_off_changes_no_token(break_even: float) -> None:
     strategy = DFlash(ROUND, LAYERS, break_even=break_even)
