@@ -1,15 +1,14 @@
 """Proves `/v1/decisions`: answers in OpenAI's form, one forward a request, refusals by name.
 
 The scripted engine gives the letters log-probabilities -1, -2, ...; the built-in model's answers
-are those of `api.decide`.
+are in test_server.py.
 """
 
 import math
-import signal
 
 import pytest
 
-from tests.serve.driving import Server, scripted, within
+from tests.serve.driving import scripted, within
 
 pytestmark = pytest.mark.long
 
@@ -94,28 +93,3 @@ def test_what_is_not_asked_well_is_named(server, change, param):
     if param is not None:
         assert error["param"].replace("[0]", "[*]") == param.replace("[0]", "[*]")
     assert server.post(PATH, BODY)[0] == 200
-
-
-@pytest.mark.slow
-def test_the_built_in_model_decides_as_in_process(tmp_path):
-    import dllm_jax as dj
-    from dllm_jax.api.decide import decide
-    from dllm_jax.api.questions import Question
-
-    model = dj.load("builtin:tiny-sdar")
-    asked = [Question.predicate("Was there a double charge?")]
-    asked.append(Question.choice("Which team?", ["billing", "tech: outages"]))
-    command = ["-m", "dllm_jax.cli", "serve", "builtin:tiny-sdar", "--no-warm-up"]
-    server = Server([*command, "--port", "0", "--log-format", "json"], tmp_path / "log")
-    try:
-        server.wait_ready()
-        for joint in (False, True):
-            wanted = decide(model, BODY["input"], asked, joint=joint)
-            reported = server.post(PATH, {**BODY, "questions": QUESTIONS[:2], "joint": joint})[1]
-            dup, team = reported["answers"]
-            assert dup["probability"] == pytest.approx(wanted[0].value, abs=1e-5)
-            found = [one["probability"] for one in team["probabilities"]]
-            assert found == pytest.approx(wanted[1].probabilities, abs=1e-5)
-        assert within(lambda: server.metric("dllm_decision_forwards_total") == 2)
-    finally:
-        assert server.stop(signal.SIGTERM) == 0

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from dllm_jax.api.questions import Question
 from tests.serve.driving import CHAT, ROOT, TEXT, Server, text_of, within
 from tests.structured.texts import many_tools
 
@@ -160,6 +161,29 @@ def test_log_probabilities_of_the_routes_are_those_of_an_llm(server):
     (part,) = answer["output"][0]["content"]
     assert [entry["logprob"] for entry in part["logprobs"]] == numbers
     assert all(entry["top_logprobs"] == [] for entry in part["logprobs"])
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_decisions_are_those_of_an_llm(server, llm, joint):
+    choices = ["billing", "tech: outages"]
+    wanted = llm.decide(
+        "I was charged twice.",
+        [Question.predicate("A double charge?"), Question.choice("Which team?", choices)],
+        joint=joint,
+    )
+    asked = [
+        {"type": "predicate", "instructions": "A double charge?"},
+        {
+            "type": "choice",
+            "instructions": "Which team?",
+            "choices": [{"value": "billing"}, {"value": "tech", "description": "outages"}],
+        },
+    ]
+    body = {"input": "I was charged twice.", "questions": asked, "joint": joint}
+    charge, team = server.post("/v1/decisions", body)[1]["answers"]
+    assert charge["probability"] == pytest.approx(wanted[0].value, abs=1e-5)
+    found = [one["probability"] for one in team["probabilities"]]
+    assert found == pytest.approx(wanted[1].probabilities, abs=1e-5)
 
 
 def test_stop_reasons(server):
