@@ -6,12 +6,12 @@ The text holds its special tokens by name, so it is encoded without further ones
 
 import contextlib
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from dllm_jax.loading import contents, turns
-from dllm_jax.strategies.core.checks import short_repr
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -111,7 +111,7 @@ def template_of(
             raise ValueError(f"model {model.source!r}: {_one_line(error)}") from error
         if text == chosen and not re.search(r"\{[{%]", text):
             raise ValueError(
-                f"chat_template={short_repr(text)} is neither Jinja nor "
+                f"chat_template={_short(text)} is neither Jinja nor "
                 f"{_names(tokenizer.chat_template)}"
             )
         return Template(text, "chat_template" if chosen == text else f"model {model.source!r}")
@@ -202,14 +202,14 @@ def render(
     """
     tools = template_kwargs.get("tools")
     if not isinstance(tools, Sequence | None) or isinstance(tools, str):
-        raise ValueError(f"tools={short_repr(tools)} must be a list of tools; give one")
+        raise ValueError(f"tools={_short(tools)} must be a list of tools; give one")
     template = template_of(model, chat_template, tools)
     if template is None:
         raise ValueError(_no_template(model))
     said = list(conversation) if isinstance(conversation, Iterable) else []
     if not said or not all(isinstance(turn, Mapping) for turn in said):
         raise ValueError(
-            f"{short_repr(conversation)} is no conversation; give a list of "
+            f"{_short(conversation)} is no conversation; give a list of "
             '{"role": "user", "content": "..."}'
         )
     goes_on = bool(template_kwargs.get("continue_final_message"))
@@ -236,7 +236,7 @@ def render(
                 return contents.rendered(fill, joined)
             raise
     except contents.Lost as error:
-        role = short_repr(said[error.place].get("role"))
+        role = _short(said[error.place].get("role"))
         raise ValueError(
             f"the chat template of {template.whose} leaves out the text of message {error.place} "
             f"(role {role}); leave the message out or give another chat_template"
@@ -285,7 +285,7 @@ def _check_plain(said: Messages, template: Template) -> None:
     for i, turn in enumerate(said):
         if turn.get("role") not in roles:
             raise ValueError(
-                f"message {i} has role {short_repr(turn.get('role'))}; the chat template of "
+                f"message {i} has role {_short(turn.get('role'))}; the chat template of "
                 f"{template.whose} takes {', '.join(roles)}; give a chat_template that knows it"
             )
         if turn.get("tool_calls") and not reads_calls:
@@ -295,7 +295,7 @@ def _check_plain(said: Messages, template: Template) -> None:
             )
         if not isinstance(turn.get("content"), str):
             raise ValueError(
-                f"message {i} has content={short_repr(turn.get('content'))}; the chat template of "
+                f"message {i} has content={_short(turn.get('content'))}; the chat template of "
                 f"{template.whose} takes text"
             )
 
@@ -307,17 +307,22 @@ def _check_read(fields: Mapping[str, Any], template: Template) -> None:
             continue
         if name == "chat_template_kwargs":
             raise ValueError(
-                f"{name}={short_repr(value)} is not taken as one; give its entries as keywords"
+                f"{name}={_short(value)} is not taken as one; give its entries as keywords"
             )
         if name in _OURS:
             raise ValueError(
-                f"{name}={short_repr(value)} is not for a chat template to read; leave it out"
+                f"{name}={_short(value)} is not for a chat template to read; leave it out"
             )
         if not re.search(rf"\b{re.escape(name)}\b", template.text):
             raise ValueError(
                 f"the chat template of {template.whose} does not read {name}, so "
-                f"{name}={short_repr(value)} would change nothing; leave it out"
+                f"{name}={_short(value)} would change nothing; leave it out"
             )
+
+
+def _short(value: Any) -> str:
+    """A value for a message, cut short; the server's front, which has no JAX, imports this file."""
+    return reprlib.repr(value).replace("\n", " ")
 
 
 def _names(templates: Any) -> str:
