@@ -37,15 +37,16 @@ def project():
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
+def run(*command, **how):
+    """What a command prints that must succeed."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def build_wheel(source, target):
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
-    done = subprocess.run(
-        [*command, "--disable-pip-version-check", "-w", str(target), str(source)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run(*command, "--disable-pip-version-check", "-w", str(target), str(source))
     (built,) = target.glob("*.whl")
     return built
 
@@ -62,23 +63,14 @@ def installed(wheel, tmp_path_factory):
     target = tmp_path_factory.mktemp("installed")
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"]
     options = ["--no-compile", "--disable-pip-version-check", "--target", str(target)]
-    subprocess.run([*command, *options, wheel.filename], check=True, cwd=target.parent)
+    run(*command, *options, wheel.filename, cwd=target.parent)
     return target
 
 
 def run_installed(target, folder, *arguments):
     """Run Python in `folder`, which comes first on its path, with the installed package behind."""
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=env | {"PYTHONPATH": os.pathsep.join([str(folder), str(target)])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(target)])}
+    return run(sys.executable, *arguments, cwd=folder, env=env)
 
 
 @pytest.mark.long
@@ -117,8 +109,7 @@ def test_links_lead_to_the_top_level_folders():
 @pytest.mark.slow
 def test_a_wheel_of_the_source_distribution_is_the_same(wheel, tmp_path):
     """It is what pip builds where there is no wheel; a tar has no links."""
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)]
-    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path), cwd=ROOT)
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         tar.extractall(tmp_path, filter="data")
@@ -211,8 +202,7 @@ def test_each_module_exists_once_in_either_order(order, tmp_path):
 
 def git(folder, *words):
     identity = ("-c", "user.name=tests", "-c", "user.email=tests@localhost")
-    done = subprocess.run(["git", *identity, *words], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run("git", *identity, *words, cwd=folder)
 
 
 @pytest.mark.long
@@ -237,7 +227,7 @@ def test_wheel_and_import_of_a_clone_without_links_name_the_remedy(tmp_path):
         (said,) = re.findall("ImportError: (.*)", done.stderr)
         assert said.startswith("dllm_jax/convert is a link in git and no folder here; ")
     (remedy,) = re.findall("`(.*?)`", said)
-    subprocess.run(["bash", "-c", remedy], cwd=clone, check=True, capture_output=True)
+    run("bash", "-c", remedy, cwd=clone)
     run_installed(clone, tmp_path, *imports[1:])
 
 
@@ -248,8 +238,7 @@ def test_an_editable_wheel_exposes_the_packages_alone(tmp_path, project):
     What it imports must be a dependency: uv installs no others, and the package was not found.
     """
     code = "import sys; from hatchling.build import build_editable; build_editable(sys.argv[1])"
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    run(sys.executable, "-c", code, str(tmp_path), cwd=ROOT)
     (built,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(built) as archive:
         tops = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" not in name}
@@ -288,17 +277,8 @@ def test_foreign_packages_first_on_the_path_break_nothing(tmp_path):
     for folder in LINKS:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "__init__.py").write_text('NAME = "foreign"\n', encoding="utf-8")
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    done = subprocess.run(
-        [sys.executable, "-B", "-c", GENERATE_SHADOWED, str(tmp_path)],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    said = run_installed(ROOT, tmp_path, "-B", "-c", GENERATE_SHADOWED, str(tmp_path))
+    lines = said.splitlines()
     assert len(lines) == 6
     said = f"'strategies' is the foreign {tmp_path / 'strategies'}; import from dllm_jax.strategies"
     assert all(line.endswith(said) for line in lines), lines
@@ -329,8 +309,7 @@ def test_project_and_documents_import_through_dllm_jax():
     ids=["package", "client", "server"],
 )
 def test_import_loads_no_jax(modules):
-    code = f"import sys, {modules}; assert 'jax' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run(sys.executable, "-c", f"import sys, {modules}; assert 'jax' not in sys.modules")
 
 
 def test_version_is_stated_once_in_effect(project):
