@@ -199,7 +199,7 @@ def test_experts_and_ids_are_read_device_by_device(kind, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_random_weights_are_drawn_leaf_by_leaf_onto_devices(monkeypatch):
     monkeypatch.setitem(PUBLISHED, "tiny", CONFIGS["llada2"] | {"mask_token_id": 47})
-    split, leaves, draw = over_devices(4), [], loading._random_leaf
+    split, leaves, draw = over_devices(4), [], loading.random_leaf
     wanted = place(dj.load("random:tiny", quantization="fp8"), split)
 
     def drawn(*args):
@@ -208,7 +208,7 @@ def test_random_weights_are_drawn_leaf_by_leaf_onto_devices(monkeypatch):
         leaves.append(weakref.ref(leaf))
         return leaf
 
-    monkeypatch.setattr(loading, "_random_leaf", drawn)
+    monkeypatch.setattr(loading, "random_leaf", drawn)
     # A leaf that is whole on every device may keep the array that was drawn.
     monkeypatch.setattr(dj.Split, "put", lambda *args, put=dj.Split.put: put(*args) + 0)
     found = dj.load("random:tiny", mesh=split, quantization="fp8")
