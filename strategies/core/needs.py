@@ -7,6 +7,8 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from .checks import check_one_of
+
 # What a step reads of the cache past `start`.
 CacheReads = Literal["none", "same_step", "across_steps"]
 
@@ -96,11 +98,8 @@ class Needs:
     fills_holes: bool = False
 
     def __post_init__(self):
-        names = {"prompt": [*PromptMode], "provisional_cache": get_args(CacheReads)}
-        for field, allowed in names.items():
-            value = getattr(self, field)
-            if value not in allowed:
-                raise ValueError(f"{field}={value!r} is not one of {', '.join(allowed)}; use one")
+        check_one_of("prompt", self.prompt, [*PromptMode])
+        check_one_of("provisional_cache", self.provisional_cache, get_args(CacheReads))
         object.__setattr__(self, "prompt", PromptMode(self.prompt))
 
     @property
