@@ -5,8 +5,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from dllm_jax.engine import checks
 from dllm_jax.engine.layout import EngineConfig
 from dllm_jax.loading.load import load, place, with_kv_cache
@@ -34,7 +32,6 @@ def engine_config(config: EngineConfig | None, sizes: Mapping[str, Any]) -> Engi
     Raises:
         ValueError: Both are given, or a size is out of range.
     """
-    sizes = {name: _plain(size) for name, size in sizes.items()}
     if config is None:
         return EngineConfig(**sizes)
     if not isinstance(config, EngineConfig):
@@ -46,9 +43,19 @@ def engine_config(config: EngineConfig | None, sizes: Mapping[str, Any]) -> Engi
     return config
 
 
-def _plain(size: Any) -> Any:
-    """A number of NumPy as Python's; EngineConfig refuses other arrays."""
-    return size.item() if isinstance(size, np.generic) else size
+def loaded(model: Any, **of_load: Any) -> Model:
+    """The model, given or named; a name is loaded with `of_load`.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if isinstance(model, str | os.PathLike):
+        return load(model, **of_load)
+    if not isinstance(model, Model):
+        raise ValueError(
+            f"model has type {type(model).__name__}; give what dj.load takes, or what it returns"
+        )
+    return model
 
 
 def model_of(model: Any, num_devices: Any, **of_load: Any) -> Model:
@@ -59,12 +66,8 @@ def model_of(model: Any, num_devices: Any, **of_load: Any) -> Model:
     """
     num_devices = checks.whole_number("tensor_parallel_size", num_devices)
     split = None if num_devices == 1 else over_devices(num_devices)
-    if isinstance(model, str | os.PathLike):
-        return load(model, **of_load, mesh=split)
     if not isinstance(model, Model):
-        raise ValueError(
-            f"model has type {type(model).__name__}; give what dj.load takes, or what it returns"
-        )
+        return loaded(model, **of_load, mesh=split)
     kv_cache_dtype = of_load.pop("kv_cache_dtype", "auto")
     for name, value in of_load.items():
         if not (value is None or value is False or (isinstance(value, str) and value == "auto")):
@@ -78,15 +81,6 @@ def model_of(model: Any, num_devices: Any, **of_load: Any) -> Model:
             "it without batch=, and start a process for each replica"
         )
     return with_kv_cache(model if split is None else place(model, split), kv_cache_dtype)
-
-
-def check_flags(warm_up: Any, warm_up_constraints: Any) -> None:
-    """Refuse values that are neither True nor False."""
-    if not isinstance(warm_up, bool):
-        raise ValueError(f"warm_up={checks.short_repr(warm_up)} must be True or False")
-    if not isinstance(warm_up_constraints, bool | None):
-        said = checks.short_repr(warm_up_constraints)
-        raise ValueError(f"warm_up_constraints={said} must be True, False or None")
 
 
 def progress_of(progress: bool | Progress) -> Progress | None:

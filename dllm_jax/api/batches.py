@@ -59,19 +59,15 @@ def _pad_lists(model: Model, prompts: Any) -> tuple[Array, Array]:
         if not row:
             raise ValueError(f"prompt {i} is empty; give at least one token")
         if len(row) >= most:
-            raise ValueError(_too_long(i, len(row), most))
+            raise ValueError(
+                f"prompt {i} has {len(row)} tokens; the model takes {most}, prompt and output "
+                "together: shorten the prompt"
+            )
         check_ids(f"prompt {i}", row, vocab, model.defaults.unread_token_ids)
     ids = np.zeros((len(rows), _bucket(max(map(len, rows)))), np.int32)
     for i, row in enumerate(rows):
         ids[i, : len(row)] = row
     return jnp.asarray(ids), jnp.asarray([len(row) for row in rows], jnp.int32)
-
-
-def _too_long(index: int, length: int, most: int) -> str:
-    return (
-        f"prompt {index} has {length} tokens; the model takes {most}, prompt and output together: "
-        "shorten the prompt"
-    )
 
 
 def _bucket(length: int) -> int:

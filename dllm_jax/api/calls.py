@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dllm_jax import structured
-from dllm_jax.api.prompts import request_of
+from dllm_jax.api.prompts import request_of, run
 from dllm_jax.engine import checks
 from dllm_jax.engine.requests import Request, RequestOutput, SamplingParams
 from dllm_jax.loading import tool_forms
@@ -69,7 +69,7 @@ class Turns:
             made[pair[0]] = request = self._request(pair[1], one)
             return request
 
-        outputs = llm._run(make, [*enumerate(conversations)], params, use_tqdm)
+        outputs = run(llm, make, [*enumerate(conversations)], params, use_tqdm)
         return [
             output if i not in made else self._whole(made[i], output)
             for i, output in enumerate(outputs)
@@ -104,7 +104,7 @@ class Turns:
         for one in output.outputs:
             tokens, pieces, said, now, asked = [], [], [], one, request
             turn = Turn(request.params.constraint, self._llm.constraints.spelt, self._marks)
-            walk = self._walk(asked, turn)
+            walk = walk_of(self._llm, asked, turn)
             for _ in range(MOST_STAGES):
                 pieces += turn.feed(walk.take(now.token_ids))
                 tokens += now.token_ids
@@ -113,7 +113,7 @@ class Turns:
                 if following is None:
                     break
                 try:
-                    (more,) = self._llm._run(lambda one, _: one, [following], None, False)
+                    (more,) = run(self._llm, lambda one, _: one, [following], None, False)
                 except ValueError:  # no room is left for the arguments
                     now = dataclasses.replace(now, finish_reason="length")
                     break
@@ -121,7 +121,7 @@ class Turns:
                     output = dataclasses.replace(output, error=more.error)
                     break
                 (now,), asked = more.outputs, following
-                walk = self._walk(asked, turn)
+                walk = walk_of(self._llm, asked, turn)
                 metrics = dataclasses.replace(metrics, nfe=metrics.nfe + more.metrics.nfe)
             pieces += turn.feed([], last=True)
             text = self._llm.model.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -138,9 +138,6 @@ class Turns:
                 )
             )
         return dataclasses.replace(output, outputs=texts, metrics=metrics)
-
-    def _walk(self, request: Request, turn: Turn) -> "Walk":
-        return walk_of(self._llm, request, turn)
 
 
 def turns_of(
@@ -274,7 +271,6 @@ def next_stage(request: Request, text: Any, walk: Walk) -> Request | None:
     A text ends before the arguments of a call that is held by an automaton of its own, and after
     the tokens by which its thoughts have ended.
 
-
     Args:
         text: What `request` came to (`CompletionOutput`).
     """
@@ -289,12 +285,7 @@ def next_stage(request: Request, text: Any, walk: Walk) -> Request | None:
         held = dataclasses.replace(tools, at=walk.state)
     else:
         return None
-    params = dataclasses.replace(
-        request.params,
-        constraint=held,
-        max_tokens=walk.left,
-        n=1,
-    )
+    params = dataclasses.replace(request.params, constraint=held, max_tokens=walk.left, n=1)
     ids = [*request.prompt_token_ids, *text.token_ids]
     return dataclasses.replace(
         request, prompt_token_ids=ids, params=params, grammar=None, request_id=None

@@ -143,8 +143,7 @@ def check_draft(target: Model, draft: Model) -> None:
             f"draft={draft.source!r} is a {draft.defaults.family} model, which reads no states of "
             "a target; give a drafter, such as a DFlash draft of this target"
         )
-    if target.arch.context_kv is not None:
-        refuse_draft(target)
+    refuse_draft(target)
     if not isinstance(cfg, DFlashConfig):
         return
     past = [i for i in cfg.target_layer_ids if i >= of.num_layers]

@@ -7,8 +7,7 @@ for callers that read the state between steps.
 
 import dataclasses
 import functools
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,13 +18,14 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PRNGKeyArray
 
+from dllm_jax.api.arguments import loaded
 from dllm_jax.api.batches import pad_prompts, row_keys
 from dllm_jax.api.drafts import Bound, Source
 from dllm_jax.api.strategy import bind_strategy, check_number
 from dllm_jax.engine.checks import boolean, set_fields, short_repr, token_ids, whole_number
 from dllm_jax.engine.layout import PAGE_SIZE
 from dllm_jax.engine.rules import NUMBERS, Range
-from dllm_jax.loading.load import load, with_kv_cache
+from dllm_jax.loading.load import with_kv_cache
 from dllm_jax.loading.model import Model
 from dllm_jax.models.kv_cache import KVCacheDType
 from dllm_jax.models.sharding import Split
@@ -180,21 +180,6 @@ def advance(
 # --- the host side --------------------------------------------------------
 
 
-def loaded(model: Any) -> Model:
-    """The model, given or named.
-
-    Raises:
-        ValueError: It is neither.
-    """
-    if isinstance(model, str | os.PathLike):
-        return load(model)
-    if not isinstance(model, Model):
-        raise ValueError(
-            f"model has type {type(model).__name__}; give what dj.load takes, or what it returns"
-        )
-    return model
-
-
 def _check_attention(name: Any) -> None:
     if name is not None and not (isinstance(name, str) and len(name) < 100):
         raise ValueError(
@@ -274,22 +259,15 @@ def _check_window(strategy: Any, lengths: Array, max_tokens: int) -> None:
 # --- the device side ---------------------------------------------------------------------------
 
 
-def _fresh(
-    model: Model, strategy: Any, aux: Mapping[str, Model], batch: decode.Batch, max_tokens: int
-) -> DecodeState:
-    """A state in which each row owns the pages for everything it can write."""
+def _prefilled(model, strategy, aux, batch, max_tokens, implementation) -> DecodeState:
+    """A state with the prompts in it; each row owns the pages for everything it can write."""
     B, T = batch.prompt.shape
     last = min(T + max_tokens, model.config.max_position)
     pages = -(-(last + strategy.buffer_size * strategy.block_size) // PAGE_SIZE)
     table = jnp.arange(B * pages, dtype=jnp.int32).reshape(B, pages)
     emitted = min(max_tokens, model.config.max_position)
-    return decode.new_state(strategy, model, aux, batch, table, B * pages, PAGE_SIZE, emitted)
-
-
-def _prefilled(model, strategy, aux, batch, max_tokens, implementation) -> DecodeState:
-    """`_fresh` with the prompts in it."""
+    state = decode.new_state(strategy, model, aux, batch, table, B * pages, PAGE_SIZE, emitted)
     forward = ModelForward(model, aux=aux, implementation=implementation)
-    state = _fresh(model, strategy, aux, batch, max_tokens)
     return decode.prefill(strategy, forward, state, batch.prompt)
 
 

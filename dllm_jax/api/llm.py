@@ -13,7 +13,6 @@ from dllm_jax.api.arguments import (
     OF_CONFIG,
     OF_LOAD,
     Progress,
-    check_flags,
     engine_config,
     model_of,
     progress_of,
@@ -39,7 +38,7 @@ from dllm_jax.compile.start import start
 from dllm_jax.engine import checks
 from dllm_jax.engine.inbox import SharedEngine, TextEvents
 from dllm_jax.engine.layout import EngineConfig
-from dllm_jax.engine.requests import Request, RequestOutput, SamplingParams
+from dllm_jax.engine.requests import RequestOutput, SamplingParams
 from dllm_jax.engine.rules import NUMBERS
 from dllm_jax.loading.chat import Messages
 from dllm_jax.loading.jax_settings import enable_compile_cache
@@ -130,7 +129,10 @@ class LLM:
             **{name: passed_on.pop(name) for name in OF_CONFIG if name in passed_on},
         }
         seed = NUMBERS["seed"].check("seed", seed)
-        check_flags(warm_up, warm_up_constraints)
+        checks.boolean("warm_up", warm_up)
+        if not isinstance(warm_up_constraints, bool | None):
+            said = checks.short_repr(warm_up_constraints)
+            raise ValueError(f"warm_up_constraints={said} must be True, False or None")
         self.config = engine_config(config, sizes)
         self._is_advised = False
         enable_compile_cache()
@@ -234,7 +236,7 @@ class LLM:
         every = each_prompt(prompts)
         self._is_advised = self._is_advised or advised(self.model, every)
         make = functools.partial(request_of, self.model, stream=trajectory, denoise=trajectory)
-        return self._run(make, every, either(params, sampling_params), use_tqdm, trajectory)
+        return run(self, make, every, either(params, sampling_params), use_tqdm, trajectory)
 
     def chat(
         self,
@@ -269,7 +271,7 @@ class LLM:
         if (turns := turns_of(self, *asked, thinking_token_budget)) is not None:
             return turns.run(every, params, use_tqdm)
         make = functools.partial(request_of, self.model, template_kwargs=template_kwargs)
-        return self._run(make, every, params, use_tqdm)
+        return run(self, make, every, params, use_tqdm)
 
     def stream(
         self,
@@ -343,7 +345,7 @@ class LLM:
         """
         ends = infill.pairs(self.strategy, prefix, suffix)
         make = functools.partial(infill.request_of, self.model, self.strategy)
-        return self._run(make, ends, either(params, sampling_params), use_tqdm)
+        return run(self, make, ends, either(params, sampling_params), use_tqdm)
 
     def decide(
         self, context: str, questions: Sequence[Question], *, joint: bool = False
@@ -387,14 +389,3 @@ class LLM:
             ValueError: No tokenizer, no template, or one that does not take this conversation.
         """
         return rendered(self.model, conversation, **template_kwargs)
-
-    def _run(
-        self,
-        make: Callable[[Any, SamplingParams], Request],
-        prompts: Sequence[Any],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
-        trajectory: bool = False,
-    ) -> list[RequestOutput]:
-        params = self.default_params if params is None else params
-        return run(self.engine, make, prompts, params, use_tqdm, trajectory)

@@ -3,7 +3,6 @@
 Data flow: prompts -> `request_of` each -> an inbox of the engine -> outputs in their order (`run`).
 """
 
-import contextlib
 import dataclasses
 import functools
 import warnings
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from dllm_jax.engine import checks
-from dllm_jax.engine.inbox import News, SharedEngine
+from dllm_jax.engine.inbox import News
 from dllm_jax.engine.requests import (
     CompletionOutput,
     Metrics,
@@ -199,27 +198,30 @@ def either(params: Any, sampling_params: Any) -> Any:
 
 
 def run(
-    engine: SharedEngine,
+    llm: Any,
     make: Callable[[Any, SamplingParams], Request],
     prompts: Sequence[Any],
-    params: SamplingParams | Sequence[SamplingParams],
+    params: SamplingParams | Sequence[SamplingParams] | None,
     use_tqdm: bool,
     trajectory: bool = False,
 ) -> list[RequestOutput]:
-    """The last output of each prompt; one that is refused ends with "error".
+    """The last output of each prompt of an `LLM`; one that is refused ends with "error".
 
     Args:
         make: The request of a prompt.
+        params: None: `LLM.default_params`.
         trajectory: Keep the outputs of every forward.
 
     Raises:
         ValueError: Every prompt is refused.
     """
-    every = _each_params(params, len(prompts))
+    from tqdm import tqdm
+
+    every = _each_params(llm.default_params if params is None else params, len(prompts))
     outputs: list[RequestOutput | None] = [None] * len(prompts)
     where: dict[str, int] = {}
     refusals: list[BaseException] = []
-    with engine.inbox() as inbox:
+    with llm.engine.inbox() as inbox:
         for i, (prompt, one) in enumerate(zip(prompts, every, strict=True)):
             try:
                 where[inbox.add(make(prompt, one))] = i
@@ -229,21 +231,13 @@ def run(
                 outputs[i] = _refused(prompt, one, error)
         if refusals and not where:
             raise refusals[0]
-        with _progress_bar(len(prompts)) if use_tqdm else contextlib.nullcontext() as bar:
-            if bar is not None:
-                bar.update(len(refusals))
+        is_hidden = None if use_tqdm else True  # None: where there is no terminal
+        with tqdm(total=len(prompts), unit="prompt", leave=False, disable=is_hidden) as bar:
+            bar.update(len(refusals))
             for output in _with_trajectories(inbox) if trajectory else inbox:
                 outputs[where[output.request_id]] = output
-                if bar is not None:
-                    bar.update()
+                bar.update()
     return outputs  # type: ignore[return-value]
-
-
-def _progress_bar(count: int) -> Any:
-    """A bar of prompts that are done, on a terminal."""
-    from tqdm import tqdm
-
-    return tqdm(total=count, unit="prompt", leave=False, disable=None)
 
 
 def _with_trajectories(inbox: Iterable[RequestOutput]) -> Iterator[RequestOutput]:

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 import typing
-import zipfile
 from collections import abc
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -30,6 +29,7 @@ import numpy as np
 from dllm_jax.convert.json_fields import check_fields
 from dllm_jax.engine.checks import short_repr
 from dllm_jax.engine.layout import EngineConfig, Placement, SamplingNumbers
+from dllm_jax.engine.record import stored_arrays
 from dllm_jax.engine.requests import SamplingParams
 from dllm_jax.engine.sequence import Sequence
 from dllm_jax.loading.jax_settings import cache_folder
@@ -277,22 +277,13 @@ def said(error: BaseException) -> str:
 
 
 def _read_slots(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a file; none is larger than the bytes that it takes there."""
     if not path.is_file():
         raise ValueError(f"{path.name} is no regular file")
-    found = {}
-    with zipfile.ZipFile(path) as packed:
-        for info in packed.infolist():
-            if info.compress_type != zipfile.ZIP_STORED or info.file_size > path.stat().st_size:
-                raise ValueError(f"{info.filename} in {path.name} is compressed")
-            with packed.open(info) as member:
-                np.lib.format.read_magic(member)
-                shape, _, dtype = np.lib.format.read_array_header_1_0(member)
-                size = info.file_size - member.tell()
-                if len(shape) != 1 or dtype != np.int32 or shape[0] * 4 != size:
-                    raise ValueError(f"a slot is {dtype}{shape}")
-                name = info.filename.removesuffix(".npy")
-                found[name] = np.frombuffer(member.read(size), np.int32)
+    with path.open("rb") as file:
+        found = stored_arrays(file)
+    for slot in found.values():
+        if slot.ndim != 1 or slot.dtype != np.int32:
+            raise ValueError(f"a slot is {slot.dtype}{slot.shape}")
     return found
 
 

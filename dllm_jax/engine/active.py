@@ -6,7 +6,7 @@ from collections import abc
 from typing import Any
 
 from dllm_jax.engine.checks import Refused
-from dllm_jax.engine.detokenize import TextStream, special_stops
+from dllm_jax.engine.detokenize import special_stops
 from dllm_jax.engine.layout import HOLE, NO_LIMIT, EngineLayout, Placement
 from dllm_jax.engine.record import Record, Write, record_of_last
 from dllm_jax.engine.requests import (
@@ -88,8 +88,6 @@ def accept(
         given=(HOLE,) * max_tokens + suffix if suffix else (),
         grammar=request.grammar,
     )
-    watched = request.stream or request.denoise or bool(params.stop)
-    has_stream = watched and tokenizer is not None
     for index in range(params.n):
         fold = number + index if params.seed is None else index
         sequence = Sequence(
@@ -102,8 +100,7 @@ def accept(
             capacity=capacity,
             leader=active.sequences[0] if index else None,
             publishes=layout.prefix_caching or params.n > 1,
-            watched=watched,
-            stream=TextStream(tokenizer, params.stop) if has_stream else None,
+            watched=request.stream or request.denoise or bool(params.stop),
         )
         active.sequences.append(sequence)
     return active

@@ -6,6 +6,7 @@
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -67,15 +68,15 @@ class EngineConfig:
     logprobs: bool = False
 
     def __post_init__(self):
+        plain: dict[str, Any] = {}
         for name, default in _COUNTS.items():
             if default is not None or getattr(self, name) is not None:
-                number = checks.whole_number(name, getattr(self, name))
-                object.__setattr__(self, name, number)
+                plain[name] = checks.whole_number(name, getattr(self, name))
         for name in ("enable_prefix_caching", "batch_invariant", "logprobs"):
-            object.__setattr__(self, name, checks.boolean(name, getattr(self, name)))
+            plain[name] = checks.boolean(name, getattr(self, name))
         for name in ("slot_buckets", "page_buckets", "prefill_buckets"):
             if (sizes := getattr(self, name)) is not None:
-                object.__setattr__(self, name, tuple(checks.listed(name, sizes)))
+                plain[name] = tuple(checks.listed(name, sizes))
         sizes = self.prefill_buckets or ()
         if any(isinstance(size, int) and size > MOST_PREFILL for size in sizes):
             raise ValueError(
@@ -83,12 +84,12 @@ class EngineConfig:
                 "a prompt takes several passes: choose smaller ones"
             )
         share = self.memory_utilization
-        if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
+        if not isinstance(share, numbers.Real) or not 0.0 < share <= 1.0:
             raise ValueError(
-                f"memory_utilization={checks.short_repr(self.memory_utilization)} must be in (0, "
-                "1]; "
-                "0.9 leaves a tenth for others"
+                f"memory_utilization={checks.short_repr(share)} must be in (0, 1]; 0.9 leaves a "
+                "tenth for others"
             )
+        checks.set_fields(self, plain | {"memory_utilization": float(share)})
 
 
 _COUNTS = {
@@ -120,7 +121,7 @@ class EngineLayout:
             recomputed keys would have other bits.
         prefix_caching: Reuse pages across requests.
         salt: What keys and values depend on besides the tokens: model, adapter, mask, block size.
-        vocab_size, mask_id, stop_token_ids, unread_token_ids: Of the model.
+        vocab_size, stop_token_ids, unread_token_ids: Of the model.
         knobs: The strategy's thresholds, with the rule of each.
         knob_values: Those of a request that sets none.
         stuck_text: Why a request ended whose strategy changes nothing; `{}` is the position.
@@ -153,7 +154,6 @@ class EngineLayout:
     prefix_caching: bool = True
     salt: bytes = b""
     vocab_size: int
-    mask_id: int = -1
     stop_token_ids: tuple[int, ...] = ()
     unread_token_ids: tuple[int, ...] = ()
     knobs: Mapping[str, KnobRule] = dataclasses.field(default_factory=dict)

@@ -178,12 +178,6 @@ class Chain:
         self.keys += keys
 
 
-def digest(before: bytes, tokens: abc.Sequence[int]) -> bytes:
-    """The key of tokens that follow what `before` is the key of."""
-    data = before + array("I", tokens).tobytes()
-    return blake2b(data, digest_size=_DIGEST_BYTES).digest()
-
-
 class Prefixes:
     """Finds and publishes pages of a pool by what they hold."""
 
@@ -207,7 +201,8 @@ class Prefixes:
     def _prompt_keys(self, sequence: Sequence) -> list[Any]:
         """Keys of a prompt that is reusable only as a whole; its last page may be partly filled."""
         count = self._layout.pages_for(sequence.prefix_len)
-        whole = digest(b"whole|" + self._salt(sequence), sequence.prompt)
+        data = b"whole|" + self._salt(sequence) + array("I", sequence.prompt).tobytes()
+        whole = blake2b(data, digest_size=_DIGEST_BYTES).digest()
         return [(whole, page) for page in range(count)]
 
     def hits(self, sequence: Sequence) -> list[int]:

@@ -232,9 +232,7 @@ def load_records(path: str | os.PathLike[str]) -> list[Record]:
         raise ValueError(f"{short_repr(path)} holds no records: {error}; give a file") from error
     try:
         with file:
-            _check_sizes(file)
-            with np.load(file, allow_pickle=False) as held:
-                return _records_of({name: held[name] for name in held.files})
+            return _records_of(stored_arrays(file))
     except Exception as error:  # a damaged file may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ValueError(
@@ -242,12 +240,17 @@ def load_records(path: str | os.PathLike[str]) -> list[Record]:
         ) from error
 
 
-def _check_sizes(file: IO[bytes]) -> None:
-    """Refuse arrays that take more than their bytes in the file."""
+def stored_arrays(file: IO[bytes]) -> dict[str, np.ndarray]:
+    """The arrays of an `.npz` file by name; none is larger than the bytes that it takes there.
+
+    Raises:
+        ValueError: One is.
+    """
+    found, size = {}, os.fstat(file.fileno()).st_size
     with zipfile.ZipFile(file) as packed:
         for info in packed.infolist():
-            if info.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"{info.filename} is compressed")
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size > size:
+                raise ValueError(f"{info.filename} in {Path(file.name).name} is compressed")
             with packed.open(info) as member:
                 version = np.lib.format.read_magic(member)
                 if version != (1, 0):
@@ -255,7 +258,10 @@ def _check_sizes(file: IO[bytes]) -> None:
                 shape, _, dtype = np.lib.format.read_array_header_1_0(member)
                 if math.prod(shape) * dtype.itemsize != info.file_size - member.tell():
                     raise ValueError(f"{info.filename} has {shape=}, which its bytes are not")
-    file.seek(0)
+            with packed.open(info) as member:
+                array = np.lib.format.read_array(member, allow_pickle=False)
+                found[info.filename.removesuffix(".npy")] = array
+    return found
 
 
 def _records_of(held: Mapping[str, np.ndarray]) -> list[Record]:

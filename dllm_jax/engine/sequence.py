@@ -1,9 +1,9 @@
 """One text of a request as the host loop knows it, and a piece of its prefill."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
-from dllm_jax.engine.layout import Placement
+from dllm_jax.engine.layout import PassKind, Placement
 from dllm_jax.engine.record import Tail, Write
 
 WAITING, PREFILL, DECODE, DONE = range(4)
@@ -102,7 +102,7 @@ class Sequence:
 class Pass:
     """One prefill dispatch: positions [first, end) are stored, [first, live_end) computed."""
 
-    kind: Literal["blocks", "causal", "full"]
+    kind: PassKind
     first: int
     end: int
     live_end: int

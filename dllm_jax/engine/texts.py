@@ -15,9 +15,7 @@ from dllm_jax.engine.stats import Stats
 
 RUNNING_CODE = 1
 ERROR_CODE, STUCK_CODE = 7, 8
-REASONS = {2: "stop", 3: "length", 4: "nfe", 5: "repetition", 6: "abort"} | dict.fromkeys(
-    (ERROR_CODE, STUCK_CODE), "error"
-)
+REASONS = {2: "stop", 3: "length", 4: "nfe", 5: "repetition", 6: "abort"}
 
 
 class Texts:
@@ -76,12 +74,10 @@ class Texts:
         self._counts.num_finished = self._counts.num_requests - len(every)
         self._num_deadlines = sum(active.deadline_s is not None for active in every)
         left = [s for active in every for s in active.sequences if s.finish_reason is None]
-        for sequence in left:
-            if sequence.stream is not None:
-                sequence.stream = TextStream(self._tokenizer, sequence.owner.params.stop)
         self.scheduler.start_over(left)
         for sequence in left:
-            if reason := self._feed(sequence, last=False):
+            sequence.stream = None
+            if sequence.watched and (reason := self._feed(sequence, last=False)):
                 self._end(sequence, reason)
         self._moved = every
 
@@ -144,8 +140,10 @@ class Texts:
 
     def _feed(self, sequence: Sequence, last: bool) -> str | None:
         """Give the new tokens to the text; the finish reason if that ends the sequence."""
-        if sequence.stream is None:
+        if self._tokenizer is None:
             return None
+        if sequence.stream is None:
+            sequence.stream = TextStream(self._tokenizer, sequence.owner.params.stop)
         try:
             sequence.stream.feed(sequence.tokens, last)
         except BaseException as error:  # whatever a tokenizer raises ends this request alone
@@ -166,8 +164,6 @@ class Texts:
         sequence.end_s = self._clock()
         if sequence.first_s is None:
             sequence.first_s = sequence.end_s
-        if sequence.stream is None and self._tokenizer is not None:
-            sequence.stream = TextStream(self._tokenizer, sequence.owner.params.stop)
         last = self._feed(sequence, last=True)
         if reason == "length" and is_whole(sequence):
             reason = "stop"

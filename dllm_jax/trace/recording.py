@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from dllm_jax.api import generate
-from dllm_jax.api.drafts import bind_draft
 from dllm_jax.api.prompts import ids_of
 from dllm_jax.api.strategy import resolve_strategy
 from dllm_jax.engine.checks import MOST, listed, short_repr, token_ids, whole_number
@@ -88,14 +87,9 @@ def record(
     num_top = whole_number("num_top", num_top, 1, model.config.vocab_size)
     places = token_ids("logits_at", logits_at, MOST, "positions")
     rows, is_many = _rows(model, prompt)
-    draft = request.pop("draft", None)
-    chosen = resolve_strategy(model, strategy, draft)
+    chosen = resolve_strategy(model, strategy, request.get("draft"))
     session = generate.start(
-        model,
-        rows,
-        bind_draft(chosen, draft, model),
-        attention_implementation=attention_implementation,
-        **request,
+        model, rows, chosen, attention_implementation=attention_implementation, **request
     )
     state = session.state
     steps: list[list[Step]] = [[] for _ in rows]

@@ -212,7 +212,7 @@ def test_progress_bar_counts_prompts_on_a_terminal(llm, monkeypatch):
     assert bars == [(2, None), 1, 2]
     del bars[:]
     llm.generate(PROMPTS[0], SamplingParams(max_tokens=3), use_tqdm=False)
-    assert bars == []
+    assert bars[0] == (1, True)
 
 
 # --- keys, knobs, several texts -------------------------------------------------------------------

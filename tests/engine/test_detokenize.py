@@ -278,7 +278,7 @@ def test_stop_string_that_an_abort_brings_to_light_ends_the_text(tokenizers):
     name = engine.add(Request(prompt_token_ids=[5], params=params))
     (sequence,) = engine.sequences(name)
     sequence.tokens = [3, *bytes_of(tokenizer, "fallback", "é€")]
-    sequence.stream.feed(sequence.tokens)
+    engine._feed(sequence, last=False)
     assert sequence.stream.text == "a"  # the run of bytes could go on
     (one,) = engine.outputs()[0].outputs
     assert (one.text, one.token_ids, one.finish_reason) == ("a", [3], None)

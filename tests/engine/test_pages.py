@@ -192,7 +192,6 @@ def test_equal_pages_at_different_places_have_different_keys(host: ModuleType) -
 
 def test_keys_depend_on_the_salt(host: ModuleType) -> None:
     assert not set(keys(host, [1] * 8, salt=b"one")) & set(keys(host, [1] * 8, salt=b"two"))
-    assert host.pages.digest(b"one", [1]) != host.pages.digest(b"two", [1])
 
 
 def test_a_part_of_a_unit_has_no_key(host: ModuleType) -> None:

@@ -316,11 +316,12 @@ def test_a_common_prefix_is_shared_by_whole_pages(host: ModuleType) -> None:
 
 
 def test_prefixes_are_found_under_their_own_salt_alone(host: ModuleType) -> None:
-    books = Books(host, num_pages=30)
-    for salt, found in (("", 0), ("a", 0), ("b", 0), ("a", 12), ("", 12)):
-        sequence = books.run(range(2, 15), cache_salt=salt)
-        assert sequence.cached_tokens == found
-        books.scheduler.leave(sequence)
+    for is_full in (False, True):
+        books = Books(host, num_pages=30, is_full=is_full)
+        for salt, found in (("", 0), ("a", 0), ("b", 0), ("a", 12), ("", 12)):
+            sequence = books.run(range(2, 15), cache_salt=salt)
+            assert sequence.cached_tokens == found
+            books.scheduler.leave(sequence)
 
 
 def test_a_second_turn_finds_the_first_ones_text(host: ModuleType) -> None:

@@ -86,7 +86,11 @@ PAGES = [
         "test_pages.test_keys_depend_on_the_salt",
         "pages.py",
         salt_dropped_from_pages=("(len(salt), salt)", '(len(salt), b"")'),
-        salt_dropped_from_prompts=("data = before + array(", "data = array("),
+    ),
+    *broken(
+        "test_scheduler.test_prefixes_are_found_under_their_own_salt_alone",
+        "pages.py",
+        salt_dropped_from_prompts=("self._salt(sequence) + array(", "array("),
     ),
     *broken(
         "test_pages.test_a_part_of_a_unit_has_no_key",
@@ -247,8 +251,8 @@ PREFIXES = [
             "return hits",
         ),
         whole_prompt_keyed_by_what_is_stored=(
-            'digest(b"whole|" + self._salt(sequence), sequence.prompt)',
-            'digest(b"whole|" + self._salt(sequence), sequence.prompt[: sequence.prefix_len])',
+            'array("I", sequence.prompt)',
+            'array("I", sequence.prompt[: sequence.prefix_len])',
         ),
         text_is_published_before_it_is_stored=(
             "end = min(sequence.start, len(sequence.prompt) + len(sequence.tokens))",

@@ -166,5 +166,5 @@ def test_the_host_loop_reads_the_devices_codes() -> None:
     codes = (RUNNING_CODE, ERROR_CODE, STUCK_CODE)
     assert codes == (state.RUNNING, state.ERROR, state.STUCK)
     ended = {code: word for code, word in state.FINISH_REASONS.items() if word is not None}
-    assert ended == REASONS
+    assert ended == REASONS | {ERROR_CODE: "error", STUCK_CODE: "error"}
     assert NO_LIMIT == state.NO_LIMIT
