@@ -193,10 +193,17 @@ class Prefixes:
         leader = sequence.leader or sequence
         return b"%s|%d" % (self._layout.salt, leader.rank[1])
 
-    def _chain(self, sequence: Sequence) -> Chain:
-        if sequence.chain is None:
-            sequence.chain = Chain(self._salt(sequence), self._layout.unit, self._layout.page_size)
-        return sequence.chain
+    def _keys(self, sequence: Sequence, end: int) -> list[Any]:
+        """Keys of its pages before position `end`, as far as these are whole units of its text.
+
+        A text may have committed more than it emitted: a stop id, cells past a limit.
+        """
+        layout, chain = self._layout, sequence.chain
+        if chain is None:
+            chain = sequence.chain = Chain(self._salt(sequence), layout.unit, layout.page_size)
+        if chain.length + layout.unit <= end:
+            chain.extend(sequence.text_ids(chain.length, end))
+        return chain.keys[: max(end, 0) // layout.unit * self._unit_pages]
 
     def _prompt_keys(self, sequence: Sequence) -> list[Any]:
         """Keys of a prompt that is reusable only as a whole; its last page may be partly filled."""
@@ -216,10 +223,7 @@ class Prefixes:
             return hits if len(hits) == len(keys) else []
         # A saved slot holds its boundary row: then all of the prefix may be a hit.
         reusable = start if sequence.saved else start - layout.compute_at_least
-        chain = self._chain(sequence)
-        if chain.length + layout.unit <= reusable:
-            chain.extend(sequence.text_ids(chain.length, reusable))
-        hits = self._pool.find(chain.keys[: max(reusable, 0) // layout.unit * self._unit_pages])
+        hits = self._pool.find(self._keys(sequence, reusable))
         # Eviction takes single pages: the rest of a unit may end within a block.
         return hits[: len(hits) // self._unit_pages * self._unit_pages]
 
@@ -231,31 +235,14 @@ class Prefixes:
         """
         if not sequence.publishes:
             return
-        if self._layout.is_full:
-            self._publish_prompt(sequence)
+        layout = self._layout
+        if layout.is_full:
+            keys = self._prompt_keys(sequence)
         else:
-            # A text may have committed more than it emitted: a stop id, cells past a limit.
-            end = min(sequence.start, len(sequence.prompt) + len(sequence.tokens))
-            if self._layout.soft_commits or self._layout.in_window:
-                end = min(end, sequence.prefix_len)
-            self._publish_up_to(sequence, end)
-        sequence.prompt_published = True
-
-    def _publish_prompt(self, sequence: Sequence) -> None:
-        if sequence.num_published:
-            return
-        keys = self._prompt_keys(sequence)
-        for i, key in enumerate(keys, 1):
-            self._pool.publish(
-                key, sequence.pages[i - 1], sequence.boundary if i == len(keys) else None
-            )
+            is_prompt = layout.soft_commits or layout.in_window
+            keys = self._keys(sequence, sequence.prefix_len if is_prompt else sequence.start)
+        for i in range(sequence.num_published, len(keys)):
+            is_last = i + 1 == len(keys)
+            self._pool.publish(keys[i], sequence.pages[i], sequence.boundary if is_last else None)
         sequence.num_published = len(keys)
-
-    def _publish_up_to(self, sequence: Sequence, end: int) -> None:
-        chain = self._chain(sequence)
-        if chain.length + self._layout.unit <= end:
-            chain.extend(sequence.text_ids(chain.length, end))
-        count = end // self._layout.unit * self._unit_pages
-        for i in range(sequence.num_published, count):
-            self._pool.publish(chain.keys[i], sequence.pages[i])
-        sequence.num_published = count
+        sequence.prompt_published = True

@@ -36,10 +36,6 @@ class Scheduler:
         self.live: list[Sequence] = []
         self.table = np.full((layout.num_slots, layout.page_buckets[-1]), -1, np.int32)
         self._free_slots = list(range(layout.num_slots - 1, -1, -1))
-        self._bucket_of = [  # by number of pages
-            next(size for size in layout.page_buckets if size >= count)
-            for count in range(layout.page_buckets[-1] + 1)
-        ]
         self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []
         self._rounds: dict[int, int] = {}  # by priority: the last one that got a slot
         self._turns: dict[tuple[int, str], int] = {}  # the last of a client in the queue
@@ -175,15 +171,13 @@ class Scheduler:
 
     def next_pass(self, sequence: Sequence, most: int) -> Pass | None:
         """The next piece of a prefix: at most `most` tokens, unless it cannot be split."""
-        layout = self.layout
-        prompt_len = len(sequence.prompt)
+        layout, buckets = self.layout, self.layout.prefill_buckets
+        prompt_len, left = len(sequence.prompt), sequence.start - sequence.done
         if layout.is_full and sequence.done < sequence.prefix_len:
-            size = next(size for size in layout.prefill_buckets if size >= prompt_len)
+            size = buckets[bisect.bisect_left(buckets, prompt_len)]
             return Pass("full", 0, sequence.prefix_len, prompt_len, size)
-        left = sequence.start - sequence.done
         if left <= 0:
             return None
-        buckets = layout.prefill_buckets
         size = buckets[max(bisect.bisect(buckets, most) - 1, 0)]
         if left < size:
             size = buckets[bisect.bisect_left(buckets, left)]
@@ -290,12 +284,13 @@ class Scheduler:
 
     def page_bucket(self, positions: int) -> int:
         """The smallest compiled page table that covers `positions`."""
-        return self._bucket_of[self.layout.pages_for(positions)]
+        buckets = self.layout.page_buckets
+        return buckets[bisect.bisect_left(buckets, self.layout.pages_for(positions))]
 
     def columns(self, sequences: abc.Sequence[Sequence]) -> list[int]:
         """For each sequence the smallest compiled page table that holds its pages."""
-        buckets = self._bucket_of
-        return [buckets[len(sequence.pages)] for sequence in sequences]
+        buckets = self.layout.page_buckets
+        return [buckets[bisect.bisect_left(buckets, len(one.pages))] for one in sequences]
 
     def rows(self, sequences: Iterable[Sequence], bucket: int) -> list[int]:
         """Slots of the sequences, padded to the bucket with distinct other slots."""

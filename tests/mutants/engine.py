@@ -255,8 +255,8 @@ PREFIXES = [
             'array("I", sequence.prompt[: sequence.prefix_len])',
         ),
         text_is_published_before_it_is_stored=(
-            "end = min(sequence.start, len(sequence.prompt) + len(sequence.tokens))",
-            "end = len(sequence.prompt) + len(sequence.tokens)",
+            "if is_prompt else sequence.start)",
+            "if is_prompt else len(sequence.prompt) + len(sequence.tokens))",
         ),
     ),
     *broken(
@@ -271,14 +271,14 @@ PREFIXES = [
         "test_scheduler.test_a_stop_id_in_the_cache_is_not_taken_for_text",
         "pages.py",
         unsaid_text_is_published=(
-            "end = min(sequence.start, len(sequence.prompt) + len(sequence.tokens))",
-            "end = sequence.start",
+            "chain.extend(sequence.text_ids(chain.length, end))",
+            "chain.extend([*sequence.text_ids(chain.length, end), *[0] * 9])",
         ),
     ),
     *broken(
         "test_scheduler.test_text_of_soft_commits_is_not_shared_but_the_prompt_is",
         "pages.py",
-        text_of_soft_commits_is_shared=("if self._layout.soft_commits or", "if"),
+        text_of_soft_commits_is_shared=("= layout.soft_commits or", "="),
     ),
     *broken(
         "test_scheduler.test_a_second_turn_finds_the_first_ones_text",
@@ -353,8 +353,8 @@ GROWTH = [
             "sequence.start + ahead[sequence.in_flight]",
         ),
         page_bucket_too_small=(
-            "return [buckets[len(sequence.pages)] for",
-            "return [buckets[max(len(sequence.pages) - 1, 0)] for",
+            "len(one.pages))] for",
+            "len(one.pages) - 1)] for",
         ),
         pages_not_in_the_table=(
             "held + count] = sequence.pages[held:]",
