@@ -19,7 +19,7 @@ import numpy as np
 from dllm_jax import structured
 from dllm_jax.engine import checks
 from dllm_jax.engine.checks import Refused
-from dllm_jax.engine.requests import Request
+from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.loading.model import Model
 from dllm_jax.runner import grammars
 from dllm_jax.structured.limits import UNREACHABLE, too_large
@@ -121,41 +121,46 @@ class Constraints:
         Raises:
             Refused: As of a call.
         """
-        constraint = request.params.constraint
-        if constraint is None or self._is_left_out(constraint):
+        if (key := self._wanted(request)) is None:
             return None
-        grammar, _ = self._compiled(_key(constraint), self._stops(request))
-        at = getattr(constraint, "at", None)
+        grammar, _ = self._compiled(*key)
+        at = getattr(request.params.constraint, "at", None)
         return grammar if at is None else dataclasses.replace(grammar, start=at)
 
-    def _is_left_out(self, constraint: Any) -> bool:
-        """Whether a strategy without constraints may leave out what bans the marks of calls."""
-        if getattr(self._strategy, "holds_constraints", True):
-            return False
-        is_prose = isinstance(constraint, structured.Tools) and constraint.choice == "none"
-        return is_prose and constraint.answer is None and constraint.budget is None
+    def _wanted(self, request: Request) -> tuple[Any, tuple[int, ...]] | None:
+        """The constraint and the stop ids of the automaton that a request needs; None: it has none.
+
+        A strategy without constraints may leave out what bans the marks of calls.
+        """
+        constraint = request.params.constraint
+        if constraint is None:
+            return None
+        if isinstance(constraint, structured.Tools):
+            is_prose = constraint.choice == "none" and constraint.answer is None
+            is_held = getattr(self._strategy, "holds_constraints", True)
+            if is_prose and constraint.budget is None and not is_held:
+                return None
+            # Budgets of any size have the same automaton.
+            budget = None if constraint.budget is None else 0
+            constraint = dataclasses.replace(constraint, budget=budget, at=None)
+        return constraint, self._stops(request.params)
 
     def missing(self, request: Request) -> tuple[Hashable, Callable[[], Any]] | None:
         """The key of a request's automaton that is not kept, and what compiles it in any thread."""
-        constraint = request.params.constraint
-        if constraint is None or self._is_left_out(constraint):
+        if (key := self._wanted(request)) is None:
             return None
-        key = _key(constraint), self._stops(request)
         with self._lock:
             if key in self._kept or key in self._refusals:
                 return None
         return key, functools.partial(self._compiled, *key)
 
-    def _stops(self, request: Request) -> tuple[int, ...]:
-        stops = request.params.stop_token_ids
-        if not request.params.ignore_eos:
-            stops += tuple(self._model.defaults.stop_token_ids)
-        return tuple(sorted(set(stops)))
+    def _stops(self, params: SamplingParams) -> tuple[int, ...]:
+        own = () if params.ignore_eos else self._model.defaults.stop_token_ids
+        return tuple(sorted({*params.stop_token_ids, *own}))
 
     def report(self, constraint: Any) -> ConstraintReport:
         """See `LLM.constraint_report`."""
-        stops = tuple(sorted(set(self._model.defaults.stop_token_ids)))
-        return self._compiled(constraint, stops)[1]
+        return self._compiled(constraint, self._stops(SamplingParams()))[1]
 
     def _compiled(
         self, constraint: Any, stops: tuple[int, ...]
@@ -280,14 +285,6 @@ class Constraints:
                 f"model {self._model.source!r} has no tokenizer, and a constraint is about text; "
                 "load one with the model"
             )
-
-
-def _key(constraint: Any) -> Any:
-    """A constraint by which its automaton is kept: budgets of any size have the same one."""
-    if not isinstance(constraint, structured.Tools):
-        return constraint
-    budget = None if constraint.budget is None else 0
-    return dataclasses.replace(constraint, budget=budget, at=None)
 
 
 def _unsupported(message: str) -> Refused:

@@ -296,16 +296,15 @@ class Engine(Texts):
         steps = num_steps(self._step_s, scheduler, decoding, cost, self.is_open)
         steps = scheduler.grow(decoding, steps)
         decoding = [sequence for sequence in decoding if sequence.stage == DECODE]
-        return [self._decode_group(*group) for group in groups(scheduler, decoding, steps, cost)]
-
-    def _decode_group(self, group: list[Sequence], columns: int, steps: int) -> Chunk:
-        scheduler = self.scheduler
-        rows = np.array(scheduler.rows(group, scheduler.slot_bucket(len(group))), np.int32)
-        pages = scheduler.table[rows, :columns]
-        handle = self.runner.decode(rows, len(group), pages, steps, True)
-        for sequence in group:
-            sequence.in_flight += steps
-        return Chunk(handle, group, [sequence.epoch for sequence in group], steps)
+        chunks = []
+        for group, columns, count in groups(scheduler, decoding, steps, cost):
+            rows = np.array(scheduler.rows(group), np.int32)
+            pages = scheduler.table[rows, :columns]
+            handle = self.runner.decode(rows, len(group), pages, count, True)
+            for sequence in group:
+                sequence.in_flight += count
+            chunks.append(Chunk(handle, group, [sequence.epoch for sequence in group], count))
+        return chunks
 
     # --- fetch -----------------------------------------------------------------------------------
 

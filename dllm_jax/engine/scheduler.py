@@ -292,12 +292,12 @@ class Scheduler:
         buckets = self.layout.page_buckets
         return [buckets[bisect.bisect_left(buckets, len(one.pages))] for one in sequences]
 
-    def rows(self, sequences: Iterable[Sequence], bucket: int) -> list[int]:
-        """Slots of the sequences, padded to the bucket with distinct other slots."""
+    def rows(self, sequences: abc.Sequence[Sequence]) -> list[int]:
+        """Slots of the sequences, padded to their bucket with distinct other slots."""
         slots = [sequence.slot for sequence in sequences]
         taken = set(slots)
         others = [slot for slot in range(self.layout.num_slots) if slot not in taken]
-        return slots + others[: bucket - len(slots)]
+        return (slots + others)[: self.slot_bucket(len(slots))]
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:

@@ -633,7 +633,7 @@ def test_rows_are_distinct_and_fill_their_bucket(host: ModuleType) -> None:
     sequences = [books.run([token] * 4) for token in (5, 6, 7)]
     scheduler = books.scheduler
     assert [scheduler.slot_bucket(count) for count in (1, 2, 3)] == [1, 3, 3]
-    rows = scheduler.rows(sequences[1:], 3)
+    rows = scheduler.rows(sequences[1:])
     assert rows[:2] == [sequence.slot for sequence in sequences[1:]]
     assert sorted(rows) == [0, 1, 2]
     assert [scheduler.page_bucket(end) for end in (1, 8, 9, 24, 25, 44)] == [2, 2, 6, 6, 11, 11]

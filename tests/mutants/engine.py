@@ -480,7 +480,7 @@ ROUNDS = [
     *broken(
         "machine",
         "engine.py",
-        steps_in_flight_not_counted=("sequence.in_flight += steps", "pass"),
+        steps_in_flight_not_counted=("sequence.in_flight += count", "pass"),
         restored_with_fewer_tokens=(
             "sequence.placement, saved, sequence.tokens)",
             "sequence.placement, saved, [])",
