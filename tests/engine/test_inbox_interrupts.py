@@ -105,6 +105,8 @@ def interrupted_run(lines, second, by_stream):
     return ran, engine
 
 
+# Python reports an interrupt in `Inbox.__del__`, and goes on.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("by_stream", [False, True])
 def test_a6_a_second_ctrl_c_in_a_run_leaves_no_request_without_an_owner(by_stream):
     """The first arrives anywhere, the second while that is handled."""
