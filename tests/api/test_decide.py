@@ -1,6 +1,6 @@
 """Proves that questions are answered with the softmax of the model's own logits, in one forward.
 
-For every family, each question by itself and all on one canvas: probabilities equal a softmax over
+For every family, each question alone and all on one canvas: probabilities equal a softmax over
 `Model.logits` of the same ids to 1e-5 in float32, whatever the padding. The texts that are read are
 those which the questions say.
 """

@@ -1,14 +1,11 @@
-"""One `LLM` in several threads and processes (issue 23, item 21).
+"""One `LLM` in several threads and processes.
 
-Every thread gets the outputs of its own prompts; a forked child is refused by name; a spawned one
-answers as its parent does.
+Every thread gets the outputs of its own prompts; a forked child is refused by name. A server's
+engine is a fresh process: test_server.py.
 """
 
-import contextlib
-import multiprocessing
 import os
 from concurrent.futures import ThreadPoolExecutor
-from queue import Empty
 
 import pytest
 
@@ -30,10 +27,6 @@ def make_llm(folder):
 
 def ids(outputs):
     return [output.outputs[0].token_ids for output in outputs]
-
-
-def answer(folder, queue):
-    queue.put(ids(make_llm(folder).generate(PROMPTS[:1], PARAMS, use_tqdm=False)))
 
 
 @pytest.fixture(scope="module")
@@ -76,21 +69,6 @@ def test_forked_child_is_refused_by_name(llm, alone, random_folder):
     reported = os.read(reading, 4096).decode().splitlines()
     assert len(reported) == 2
     assert all("forked from one that has an engine" in line for line in reported)
-
-
-@pytest.mark.slow
-def test_spawned_child_answers_as_its_parent(llm, alone, random_folder):
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    child = context.Process(target=answer, args=(random_folder, queue))
-    child.start()
-    found = None
-    while found is None and (child.is_alive() or not queue.empty()):  # however busy the machine
-        with contextlib.suppress(Empty):
-            found = queue.get(timeout=1)
-    assert found == alone[:1]
-    child.join(120)
-    assert child.exitcode == 0
 
 
 def test_a_panic_of_the_tokenizer_ends_its_request_alone(llm, alone, monkeypatch):

@@ -1,4 +1,4 @@
-"""Proves that `benchmarks/fp8_gpu.py` measures all its parts, and that what fails is told."""
+"""Proves that `benchmarks/fp8_gpu.py` measures all its parts, and that failures are reported."""
 
 import json
 import subprocess

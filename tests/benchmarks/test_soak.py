@@ -1,5 +1,5 @@
-"""Proves the soak: a few hundred odd requests leave no page, object or program behind, and the
-verdict of `benchmarks/soak.py` catches each thing it is there to catch.
+"""Proves the soak: no page, object or program is left after a few hundred odd requests, and the
+verdict of `benchmarks/soak.py` catches each kind of leak.
 
 The long run (20,000 requests) is `python benchmarks/soak.py`; its figures are recorded.
 """

@@ -1,6 +1,6 @@
 """Proves that docs/strategies.md shows what was measured: its figure and its tables are those of
 the results in benchmarks/results, which are of 2,000 problems and more of each half, and the bars
-it names are kept. What counts as an array of logits is told from what a fusion holds inside.
+it names are kept. Arrays of logits are counted, values inside a fusion are not.
 """
 
 import json

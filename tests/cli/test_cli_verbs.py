@@ -31,11 +31,6 @@ def test_inspect_reports_shapes_and_sizes(random_folder, capsys):
     assert "no problems" in capsys.readouterr().out
 
 
-def test_inspect_of_a_builtin_model(capsys):
-    assert main(["inspect", "builtin:tiny-sdar"]) == 0
-    assert "family      sdar" in capsys.readouterr().out
-
-
 def test_convert_keeps_every_bit(random_folder, capsys, tmp_path):
     target = tmp_path / "converted"
     assert main(["convert", str(random_folder), str(target), "--dtype", "float32"]) == 0

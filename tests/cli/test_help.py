@@ -95,7 +95,7 @@ def test_help_ends_with_two_examples_that_parse(verb, capsys):
     "words", [["generate", "x"], ["replay", "x"], ["trace"], ["bench", "step"], ["chat"]]
 )
 def test_every_back_end_of_attention_can_be_named(words):
-    """Mosaic is the one that Hopper uses by itself."""
+    """Mosaic is the one that Hopper uses unasked."""
     from typing import get_args
 
     from dllm_jax.kernels.paged_attention.api import Implementation

@@ -1,4 +1,4 @@
-"""Proves that `Interrupt` leaves nothing behind and that no signal is lost.
+"""Proves that nothing of an `Interrupt` outlives it and that no signal is lost.
 
 The watching thread ends with its block: one that outlived it could free the engine's arrays while
 the interpreter ended, which aborts the process. A signal during an import or a garbage collection

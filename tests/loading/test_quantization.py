@@ -11,7 +11,6 @@ import pytest
 
 import dllm_jax as dj
 from dllm_jax.bench.roofline import weights
-from dllm_jax.kernels.layer import Fp8Matrix
 from dllm_jax.loading import leaves
 from dllm_jax.loading import load as loading
 from dllm_jax.loading.load import LoadError
@@ -248,10 +247,3 @@ def test_the_built_in_model_answers_as_well_in_8_bits():
     assert difference["exact_points"]["ci95"][1] > -0.5
     assert difference["exact_points"]["value"] > -3
     assert difference["speedup"]["value"] > 0.95
-
-
-def test_a_leaf_of_another_name_is_left_alone():
-    leaf = jnp.ones((4, 4))
-    path = (jax.tree_util.DictKey("router"),)
-    assert quantized(path, leaf) is leaf
-    assert isinstance(quantized((jax.tree_util.DictKey("w_down"),), leaf), Fp8Matrix)

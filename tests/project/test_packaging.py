@@ -68,7 +68,7 @@ def installed(wheel, tmp_path_factory):
 
 
 def run_installed(target, folder, *arguments):
-    """Run Python in `folder`, which comes first on its path, with the installed package behind."""
+    """Run Python in `folder`, which comes first on its path, before the installed package."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(target)])}
     return run(sys.executable, *arguments, cwd=folder, env=env)
 

@@ -1,6 +1,6 @@
 """Drives headless Chromium over its debugging pipe: keys, sizes, themes, requests, pictures.
 
-The pipe is two file descriptors that carry JSON with a zero byte behind each message, so that no
+The pipe is two file descriptors that carry JSON with a zero byte after each message, so that no
 package is needed. `find()` is None where no Chromium is installed.
 """
 

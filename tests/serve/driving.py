@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# The tests' compiled programs: a server reads those of the `LLM` beside it, and the reverse.
+# The tests' compiled programs: a server reads those of an `LLM` of the test, and the reverse.
 PROGRAMS = {
     "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

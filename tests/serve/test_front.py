@@ -357,7 +357,7 @@ def test_what_the_front_does_not_read_is_merged_and_delays_nothing():
     assert "".join(delta.text for delta in deltas) == "word " * num_put
     assert sum(len(one.counts.steps) for one in moved) == num_put
     theirs.close()
-    outbox.put([Delta(1, 0, "x", 1)], Counts())  # nobody is there: the loop sees it where it reads
+    outbox.put([Delta(1, 0, "x", 1)], Counts())  # it is closed: the loop sees it where it reads
     assert not outbox.is_full
     ours.close()
 

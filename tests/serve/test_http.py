@@ -1,6 +1,6 @@
 """Proves the server's HTTP: streams as clients need them, errors, limits, keys, faults.
 
-The engine is a script (`scripted.py`) in a real engine process behind a real front, so everything
+The engine is a script (`scripted.py`) in a real engine process with a real front, so everything
 but the model is the product: pipe, mailboxes, signals, the death of either process.
 """
 
@@ -387,7 +387,7 @@ def test_keys_guard_every_route_but_two(tmp_path):
             for path in ("/v1/models", "/metrics", "/", "/nope", "/version", "/openapi.json"):
                 status, told, headers = server.get(path, {"authorization": said})
                 assert (status, told["error"]["code"]) == (401, "invalid_api_key")
-                assert headers["www-authenticate"].startswith("Basic realm=")  # behind Bearer
+                assert headers["www-authenticate"].startswith("Basic realm=")  # after Bearer
         assert server.get("/health")[0] == server.get("/live")[0] == 200
 
 

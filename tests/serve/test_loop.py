@@ -67,7 +67,7 @@ class Front:
         return self.send(pipe.Ask(next(self._ids), reads, client))
 
     def until(self, request_id):
-        """What is said of a request in the end: `Refused`, `Told` or its last `Delta`."""
+        """What is said of a request in the end: `Refused`, an answer or its last `Delta`."""
         while True:
             for message in self.messages:
                 if isinstance(message, pipe.Moved):
@@ -266,7 +266,7 @@ def test_a1_what_the_runner_raises_for_one_sequence_ends_it_alone(monkeypatch, p
 
 
 class Gate:
-    """Work that ends when it is told to."""
+    """Work that ends when the test says so."""
 
     def __init__(self):
         self.open, self.begun, self.kept = threading.Event(), [], set()

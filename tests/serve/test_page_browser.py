@@ -122,7 +122,7 @@ def test_every_width_fits(tab, server, width, still):
     ask(tab, until="!live && picked && picked.isDone")
     wide = "document.documentElement.scrollWidth > innerWidth"
     assert not tab.run(wide)
-    if still:  # nothing plays by itself
+    if still:  # nothing plays unasked
         assert tab.run("picked.shown === picked.marks.length - 1 && !picked.isFollowing")
     small = """[...document.querySelectorAll('button, textarea, #talk input[type=range]')]
       .filter((one) => one.checkVisibility()).map((one) => one.getBoundingClientRect())

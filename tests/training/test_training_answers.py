@@ -1,5 +1,5 @@
 """Proves what happens before a drafter learns: what cannot be is refused while the run's folder
-is untouched, and answers stop, and go on, when they are told to.
+is untouched, and answers stop, and go on, at the limits that are given.
 
 The target is a tiny random one whose answers are scripted: only how they are kept is looked at.
 """

@@ -70,8 +70,6 @@ def test_a_causal_target_learns(target) -> None:
     steps, _ = report.read_log(target / "metrics.jsonl")
     assert steps[0]["loss"] > 5.5  # log 768 is 6.6
     assert steps[-1]["loss"] < 4.5
-    report.draw_curves(target / "metrics.jsonl", target / "curves.png")
-    assert (target / "curves.png").stat().st_size > 5000
 
 
 def test_a_draft_learns_from_the_answers_of_its_target(target, drafted) -> None:
