@@ -305,19 +305,6 @@ def sweep(some: Iterable[str], names: Iterable[str] = NAMES) -> list[Any]:
     return [n if n in some else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
-# One for each thing that the engine tells apart: windows, masks, caches, drafts and canvases. The
-# others, which differ in what a step accepts, where there is time.
-SWIFT = (
-    "multi_bd",
-    "multi_bd_shifted",
-    "d2f_grid_full",
-    "d2f_whole_full",
-    "ar",
-    "fast_dllm_v2",
-    "full_sequence",
-    "diffusion_gemma_alone",
-    "dflash",
-)
 # Of the engine alone: a row before the window that comes with a shared prompt.
 EXTRA: dict[str, Callable[[], Case]] = {
     "d2f_grid_full_shifted": lambda: _d2f(models.plain(4, shift=True), accept=0.15),

@@ -59,17 +59,6 @@ def test_limits_that_are_no_multiple_of_a_block(name):
     assert [len(one.outputs[0].token_ids) for one in got] == [1, 2, 3, 5, 9] * 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sweep(QUICK, CACHED))
-def test_the_model_length_ends_a_text_within_a_block(name):
-    request = cut(name, 9, max_tokens=40)
-    within = dataclasses.replace(request, max_tokens=23 - 9)
-    (got,) = run(make_engine(name, max_model_len=23), [wish(request)])
-    assert ends([got]) == [wanted(name, within)]
-    assert got.outputs[0].finish_reason == "length"
-    assert len(got.outputs[0].token_ids) == 14
-
-
 @pytest.mark.long("fast_dllm_v2")
 @pytest.mark.slow("diffusion_gemma")
 @pytest.mark.parametrize("name", sweep(QUICK, CACHED))

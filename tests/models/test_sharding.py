@@ -16,14 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
 from jax.sharding import Mesh, PartitionSpec
 
 import dllm_jax as dj
 from dllm_jax.api.drafts import with_target
 from dllm_jax.convert import copying
 from dllm_jax.kernels.layer import fp8
-from dllm_jax.loading import checkpoints
 from dllm_jax.loading import load as loading
 from dllm_jax.loading.checkpoints import convert, load_params
 from dllm_jax.loading.load import place
@@ -138,32 +136,12 @@ def test_a_folder_is_read_leaf_by_leaf_onto_devices(kind, random_folder, tmp_pat
     assert len(leaves) == len(jax.tree.leaves(wanted.params))
 
 
-def pack(folder):
-    """Rewrite a folder with all experts of a layer in two tensors, as transformers 5 has them."""
-    file = folder / "model.safetensors"
-    tensors = safetensors.numpy.load_file(file)
-    experts = re.compile(r"(.*\.experts\.)(\d+)\.(\w+)\.weight")
-    found = {}
-    for name in list(tensors):
-        if match := experts.fullmatch(name):
-            layer, number, kind = match.groups()
-            found.setdefault(layer, {})[int(number), kind] = tensors.pop(name)
-    for layer, own in found.items():
-        every = range(len(own) // 3)
-        gates_and_ups = [np.concatenate([own[e, "gate_proj"], own[e, "up_proj"]]) for e in every]
-        tensors[f"{layer}gate_up_proj"] = np.stack(gates_and_ups)
-        tensors[f"{layer}down_proj"] = np.stack([own[e, "down_proj"] for e in every])
-    safetensors.numpy.save_file(tensors, file)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["published", "packed", "converted"])
 def test_experts_and_ids_are_read_device_by_device(kind, tmp_path, monkeypatch):
     """12 experts of 5 devices: no array of the host is larger than a part or another leaf."""
-    cfg, params = tiny("llada2")
-    folder = checkpoints.export_hf(params, cfg, tmp_path / "a", "float32", family="llada2")
-    if kind == "packed":
-        pack(folder)
+    experts = "packed" if kind == "packed" else "split"
+    folder = write_tiny("llada2", tmp_path / "a", experts=experts)
     if kind == "converted":
         folder = convert(folder, tmp_path / "b", "float32")
     split, held, found = over_devices(5), [], []
@@ -190,7 +168,8 @@ def test_experts_and_ids_are_read_device_by_device(kind, tmp_path, monkeypatch):
     for a, b in zip(jax.tree.leaves(model.params), jax.tree.leaves(wanted.params), strict=True):
         assert a.sharding == b.sharding
         np.testing.assert_array_equal(a, b)
-    sizes = {p[-1].key: x.nbytes for p, x in jax.tree_util.tree_leaves_with_path(params)}
+    leaves = jax.tree_util.tree_leaves_with_path(load_params(folder, "float32")[0])
+    sizes = {path[-1].key: leaf.nbytes for path, leaf in leaves}
     in_rows = ("embed", "lm_head", "experts_gate_up", "experts_down")
     assert max(found) == max(size for name, size in sizes.items() if name not in in_rows)
     assert sizes["experts_gate_up"] > max(found)
@@ -247,23 +226,6 @@ def test_zeros_behind_the_inputs_of_a_matrix_are_not_shared():
     whole, split = toys.in_8_bits(model), over_devices(2)
     assert whole.params["layers"][0]["w_down"].values.shape[-1] == 256
     assert_same_parts(place(whole, split).params, toys.in_8_bits(place(model, split)).params)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parts", [2, 8])
-def test_weights_are_rounded_part_by_part_as_whole_ones_are(parts):
-    """Matrices of split outputs and of split inputs, the head, the scales of the cache."""
-    split, model = over_devices(parts), toys.experts()
-    whole = toys.in_8_bits(model)
-    found = toys.in_8_bits(place(model, split))
-    assert split.misplaced(found.params) == []
-    assert_same_parts(found, place(whole, split))
-    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(found))
-    assert held < (0.75 if parts == 2 else 0.5) * sum(x.nbytes for x in jax.tree.leaves(whole))
-    # What costs are estimated from is that of one device.
-    assert jax.tree.map(lambda leaf: leaf.shape, found.shapes) == jax.tree.map(
-        lambda leaf: leaf.shape, whole.params
-    )
 
 
 def test_a_row_has_one_scale_on_all_devices():

@@ -11,7 +11,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import dllm_jax as dj
@@ -23,10 +22,9 @@ from dllm_jax.runner.forward import ModelForward
 from dllm_jax.runner.runner import ModelRunner
 from dllm_jax.strategies import DFlash, DiffusionGemma
 from dllm_jax.strategies.core.protocol import split_knobs
-from dllm_jax.strategies.core.state import RUNNING
 from tests.contract import engine as toy
 from tests.contract import harness
-from tests.contract.cases import NAMES, SWIFT, case, sweep, truth
+from tests.contract.cases import NAMES, case
 from tests.oracles.canvas_files import write_canvas
 
 NUM_PAGES, PAGE_SIZE = 4099, 8
@@ -82,21 +80,6 @@ def check(program, arguments) -> None:
 
 # Gathered context, scores and logits of a few slots; the cache of these tests is above 8 MB.
 ACTIVATIONS = 1_000_000
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sweep(SWIFT))
-def test_the_loop_works_in_place_and_equals_the_dense_run(name):
-    program, arguments = compiled(name)
-    check(program, arguments)
-    pools = jax.tree.leaves(arguments[3].pools)
-    state = program(*arguments)
-    assert all(pool.is_deleted() for pool in pools)
-    assert not (np.asarray(state.finish) == RUNNING).any()
-    rows = truth(name)
-    assert np.asarray(state.buffer.nfe)[: len(rows)].tolist() == [row.nfe for row in rows]
-    for b, row in enumerate(rows):
-        assert state.output[b, : int(state.output_len[b])].tolist() == row.tokens
 
 
 @pytest.mark.slow
