@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from dllm_jax.api.arguments import loaded
@@ -28,7 +27,6 @@ from dllm_jax.engine.rules import NUMBERS, Range
 from dllm_jax.loading.load import with_kv_cache
 from dllm_jax.loading.model import Model
 from dllm_jax.models.kv_cache import KVCacheDType
-from dllm_jax.models.sharding import Split
 from dllm_jax.runner import decode
 from dllm_jax.runner.forward import ModelForward
 from dllm_jax.strategies.core.protocol import Strategy, split_knobs
@@ -271,15 +269,10 @@ def _prefilled(model, strategy, aux, batch, max_tokens, implementation) -> Decod
     return decode.prefill(strategy, forward, state, batch.prompt)
 
 
-def _of_batch(split: Split) -> tuple[PartitionSpec]:
-    return (decode.row_specs(split),)
-
-
 @functools.partial(jax.jit, static_argnames=("max_tokens", "implementation"))
 def _start(model, strategy, aux, batch, max_tokens, implementation):
     body = functools.partial(_prefilled, max_tokens=max_tokens, implementation=implementation)
-    made = model, strategy, aux, (batch,)
-    return decode.per_device(body, *made, _of_batch, decode.state_specs)
+    return decode.per_device(body, model, strategy, aux, (batch,), decode.state_specs)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",), donate_argnames=("state",))
@@ -289,18 +282,14 @@ def _advance(model, strategy, aux, state, num_steps, implementation):
         spec = decode.slot_spec(strategy, model, state.finish.shape[0])
         return decode.run(strategy, forward, state, spec, num_steps)
 
-    def specs(split):
-        return decode.state_specs(split), PartitionSpec()
-
     args = state, num_steps
-    return decode.per_device(body, model, strategy, aux, args, specs, decode.state_specs)
+    return decode.per_device(body, model, strategy, aux, args, decode.state_specs)
 
 
 @functools.partial(jax.jit, static_argnames=("max_tokens", "implementation"))
 def _generate(model, strategy, aux, batch, max_tokens, implementation):
     body = functools.partial(_decoded, max_tokens=max_tokens, implementation=implementation)
-    made = model, strategy, aux, (batch,)
-    return decode.per_device(body, *made, _of_batch, decode.row_specs)
+    return decode.per_device(body, model, strategy, aux, (batch,), decode.row_specs)
 
 
 def _decoded(model, strategy, aux, batch, max_tokens, implementation) -> GenerateOutput:

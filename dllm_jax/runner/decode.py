@@ -127,20 +127,21 @@ def per_device(
     strategy: Any,
     aux: Mapping[str, Model],
     args: tuple[Any, ...],
-    specs: Callable[[Split], tuple[Any, ...]],
     out_specs: Callable[[Split], Any],
 ) -> Any:
     """`body(model, strategy, aux, *args)`, on every device of those that share the model.
 
     Args:
-        specs, out_specs: Of `args` and of the result, as `Split.run` takes them.
+        args: States, batches, and arrays that are whole on every device.
+        out_specs: Of the result, as `Split.run` takes them.
     """
     split = model.split
     if split is None:
         return body(model, strategy, aux, *args)
-    of_models = split.specs(model), PartitionSpec(), split.specs(aux)
-    given = (model, strategy, aux, *args)
-    return split.run(body, given, (*of_models, *specs(split)), out_specs(split))
+    known = {DecodeState: state_specs(split), Batch: row_specs(split)}
+    of_args = (known.get(type(arg), PartitionSpec()) for arg in args)
+    specs = split.specs(model), PartitionSpec(), split.specs(aux), *of_args
+    return split.run(body, (model, strategy, aux, *args), specs, out_specs(split))
 
 
 def prefill(

@@ -96,18 +96,15 @@ def arrays(
         if state == end:
             edges.append([(state, FREE)])
             continue
-        leads = np.arange(len(row))[(row != DEAD) & (np.arange(len(row)) != NO_CLASS)]
+        leads = np.flatnonzero((row != DEAD) & (np.arange(len(row)) != NO_CLASS))
         own = []
         for target in np.unique(row[leads]):
             label = frozenset(leads[row[leads] == target].tolist())
             own.append((int(target), numbers.setdefault(label, len(numbers) + (len(numbers) > 0))))
         edges.append(own)
     most = max(map(len, edges))
-    target = np.zeros((len(delta), most), np.int32)
-    label = np.zeros((len(delta), most), np.int32)
-    for state, own in enumerate(edges):
-        for place, (onto, number) in enumerate(own):
-            target[state, place], label[state, place] = onto, number
+    rows = [own + [(DEAD, NO_LABEL)] * (most - len(own)) for own in edges]
+    target, label = np.moveaxis(np.array(rows, np.int32), -1, 0)
     pairs = [(number, one) for classes, number in numbers.items() for one in sorted(classes)]
     counts = np.bincount(class_of, minlength=delta.shape[1])
     is_wide = (counts > WIDE) & (np.arange(len(counts)) != NO_CLASS)

@@ -295,7 +295,6 @@ def _run(
         strategy,
         aux,
         (state,),
-        lambda split: (decode.state_specs(split),),
         lambda split: (decode.state_specs(split), decode.row_specs(split)),
     )
 

@@ -156,7 +156,6 @@ def _recorded(model, strategy, aux, state, logits_at, num_top, implementation):
         strategy,
         aux,
         (state,),
-        lambda split: (decode.state_specs(split),),
         lambda split: (decode.state_specs(split), decode.row_specs(split)),
     )
 
