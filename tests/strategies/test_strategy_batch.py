@@ -1,8 +1,4 @@
-"""Many requests in one state: slots do not depend on each other, finished ones do not change.
-
-Also the properties of the "random" remasking rule, which no list can predict: how many cells, only
-holes, a fair choice, the request's key.
-"""
+"""The "random" remasking rule, which no list can predict: a fair choice of holes by the key."""
 
 from typing import Any
 
@@ -15,19 +11,16 @@ from dllm_jax import strategies
 from dllm_jax.strategies.core import driver
 from dllm_jax.strategies.core.protocol import SlotSpec, TokenStats, split_knobs
 from dllm_jax.strategies.core.state import (
-    FINISH_REASONS,
     NO_LIMIT,
-    RUNNING,
     DecodeState,
     Limits,
     Sampling,
 )
-from tests.oracles.list_decoder import Result, list_decode, multi_bd_rule
-from tests.strategies.test_strategy_fuzz import FORWARDS, POSITIONS, VOCAB, Case, draw_case
+from tests.strategies.test_strategy_fuzz import FORWARDS, POSITIONS, VOCAB, Case
 
 pytestmark = pytest.mark.long
 
-BLOCK_SIZE, BUFFER_SIZE, SLOTS = 4, 3, 12
+BLOCK_SIZE, ROWS = 4, 240
 MASK = 0
 
 
@@ -98,77 +91,6 @@ def step_batch(strategy: Any, token: Any, prob: Any, state: DecodeState) -> tupl
     slots, K, S = state.buffer.tokens.shape
     spec = SlotSpec(slots, K, S, VOCAB, 0, MASK, jnp.float32)
     return driver.decode_step(strategy, BatchScript(token, prob), state, spec)
-
-
-def comparable(tree: Any) -> list[np.ndarray]:
-    """Leaves as numpy, random keys as their data."""
-    return [
-        np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
-        for x in jax.tree.leaves(tree)
-    ]
-
-
-def draw_batch(seed: int) -> tuple[list[Case], np.ndarray, np.ndarray]:
-    """Requests whose script stays above p = .3, so that the scripted token is the likeliest."""
-    rng = np.random.default_rng(seed)
-    cases = [draw_case(rng, BLOCK_SIZE) for _ in range(SLOTS)]
-    for case in cases:
-        case.prob[:] = rng.choice(np.array([0.375, 0.5, 0.75, 0.9], np.float32), case.prob.shape)
-    knobs = rng.choice(np.array([0.0, 0.25, 0.5, 0.75, 1.0]), size=(SLOTS, 3))
-    return cases, knobs, rng.permutation(SLOTS)
-
-
-def decode_batch(cases: list[Case], knobs: np.ndarray) -> DecodeState:
-    strategy, defaults = split_knobs(
-        strategies.MultiBD(block_size=BLOCK_SIZE, buffer_size=BUFFER_SIZE)
-    )
-    names = ("accept_threshold", "add_block_threshold", "semi_complete_threshold")
-    assert set(defaults) == set(names)
-    values = dict(zip(names, knobs.T, strict=True))
-    state = batch_state(strategy, cases, jax.random.split(jax.random.key(0), len(cases)), values)
-    token = jnp.asarray(np.stack([case.token for case in cases]))
-    prob = jnp.asarray(np.stack([case.prob for case in cases]))
-    for _ in range(FORWARDS):
-        done = np.flatnonzero(np.asarray(state.finish) != RUNNING)
-        advanced, info = step_batch(strategy, token, prob, state)
-        for before, after in zip(comparable(state), comparable(advanced), strict=True):
-            np.testing.assert_array_equal(before[done], after[done])
-        assert not any(np.asarray(leaf)[done].any() for leaf in jax.tree.leaves(info))
-        state = advanced
-    return state
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_each_slot_decodes_as_if_alone(seed: int) -> None:
-    cases, knobs, _ = draw_batch(seed)
-    state = decode_batch(cases, knobs)
-    reasons = [FINISH_REASONS[int(code)] for code in state.finish]
-    for slot, case in enumerate(cases):
-        accept, add, semi = knobs[slot]
-        truth: Result = list_decode(
-            multi_bd_rule(accept, semi),
-            case.prompt,
-            case.token,
-            case.prob,
-            block_size=BLOCK_SIZE,
-            buffer_size=BUFFER_SIZE,
-            add_block_threshold=add,
-            **case.limits,
-        )
-        emitted = np.asarray(state.output[slot, : int(state.output_len[slot])]).tolist()
-        assert (emitted, reasons[slot], int(state.buffer.nfe[slot])) == (
-            truth.output,
-            truth.finish_reason,
-            truth.nfe,
-        ), f"{seed=} {slot=}"
-    # The neighbours do end at different times and for different reasons.
-    assert len(np.unique(np.asarray(state.buffer.nfe))) >= 4
-    assert len(set(reasons)) >= 2
-
-
-# ---- "random" remasking ----
-
-ROWS = 240
 
 
 def random_step(seeds: list[int], prompt_len: int) -> tuple[np.ndarray, DecodeState]:
