@@ -8,7 +8,7 @@ import inspect
 import itertools
 import runpy
 import signal
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import dllm_jax as dj
-from dllm_jax import CompletionOutput, Metrics, Request, RequestOutput, SamplingParams
+from dllm_jax import CompletionOutput, Request, SamplingParams
 from dllm_jax.engine import inbox
 from dllm_jax.strategies import MultiBD
 from dllm_jax.tasks.problems import problem
@@ -708,19 +708,6 @@ def test_signatures_are_the_promised_ones(name):
     usual |= {"enable_prefix_caching": True, "tensor_parallel_size": 1, "seed": 0}
     usual |= {"lora": None, "tokenizer": None, "batch_invariant": False}  # passed on
     assert {name: defaults[name].default for name in usual} == usual
-
-
-def test_outputs_have_the_promised_fields():
-    def names(kind):
-        return {field.name for field in fields(kind)}
-
-    promised = {"request_id", "prompt", "prompt_token_ids", "outputs", "finished", "metrics"}
-    assert promised <= names(RequestOutput)
-    assert {"text", "token_ids", "finish_reason"} <= names(CompletionOutput)
-    assert {"nfe", "prefill_nfe", "tokens_per_forward", "ttfb_s", "e2e_s", "trajectory"} <= names(
-        Metrics
-    )
-    assert issubclass(inbox.SharedEngine, dj.Engine)
 
 
 @pytest.mark.parametrize(

@@ -186,12 +186,6 @@ def test_decisions_are_those_of_an_llm(server, llm, joint):
     assert found == pytest.approx(wanted[1].probabilities, abs=1e-5)
 
 
-def test_stop_reasons(server):
-    assert server.complete(PROMPTS[0], stop=["days"])[1]["choices"][0]["stop_reason"] == "days"
-    (one,) = server.complete(PROMPTS[0], max_nfe=1, max_tokens=64)[1]["choices"]
-    assert (one["finish_reason"], one["stop_reason"]) == ("length", "nfe")
-
-
 def test_seeds_of_any_size(server):
     fields = {"temperature": 1.0, "max_tokens": 32}
     for seed in (-1, 2**63 - 1):
