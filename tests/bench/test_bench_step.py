@@ -18,7 +18,8 @@ from dllm_jax.bench import measure, roofline, step
 from dllm_jax.bench.plot import draw_roofline
 from dllm_jax.bench.step import Shape
 from dllm_jax.cli import bench_step, main
-from dllm_jax.models import dense, gemma, moe
+from dllm_jax.loading.model import Model
+from dllm_jax.models.architecture import arch_of
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
 from dllm_jax.models.quantization import with_quantized_head
@@ -30,19 +31,12 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("no_compile_cache")]
 H200 = "NVIDIA H200"
 
 
-def published(name, split=None):
-    cfg = parse_config(PUBLISHED[name])[1]
-    kind = gemma if isinstance(cfg, gemma.GemmaConfig) else moe
-    shapes = kind.param_shapes if isinstance(cfg, moe.MoEConfig) else dense.param_shapes
-    params = shapes(cfg, jnp.bfloat16)
-    return SimpleNamespace(
-        config=cfg,
-        params=params,
-        shapes=params,
-        split=split,
-        source=name,
-        kv_dtype=jnp.dtype("bfloat16"),
-    )
+def published(name):
+    """A published model whose weights are but their shapes."""
+    parsed = parse_config(PUBLISHED[name], name=name)
+    arch = arch_of(parsed.config)
+    shapes = arch.param_shapes(parsed.config, jnp.bfloat16)
+    return Model(shapes, parsed.config, arch, parsed.defaults, source=name)
 
 
 @pytest.mark.slow
@@ -120,8 +114,8 @@ def test_a_canvas_and_its_head_in_8_bits_are_multiplied_at_twice_the_rate():
     model = published("google/diffusiongemma-26B-A4B-it")
     work = 16, 1, 256, 1536, True
     plain = roofline.parts_ms(roofline.step_parts(model, *work), H200)
-    model.params = model.shapes = jax.eval_shape(with_quantized_head, model.params)
-    small = roofline.parts_ms(roofline.step_parts(model, *work), H200)
+    small = model.replace(params=jax.eval_shape(with_quantized_head, model.params))
+    small = roofline.parts_ms(roofline.step_parts(small, *work), H200)
     assert small == pytest.approx(plain | {"head": plain["head"] / 2})
 
 
@@ -156,7 +150,7 @@ def test_the_floor_counts_the_experts_that_are_hit():
 
 def test_devices_that_share_a_model_share_its_floor_and_tell_each_other_sums():
     alone = published("JetLM/SDAR-8B-Chat")
-    several = published("JetLM/SDAR-8B-Chat", SimpleNamespace(num_parts=4))
+    several = alone.replace(split=SimpleNamespace(num_parts=4))
     work = 1, 4, 32, 512
     whole = roofline.parts_ms(roofline.step_parts(alone, *work), H200)
     parts = roofline.parts_ms(roofline.step_parts(several, *work), H200)

@@ -17,11 +17,8 @@ import jax.numpy as jnp
 import pytest
 
 from dllm_jax.bench.roofline import RATES
-from dllm_jax.loading.model import Model
-from dllm_jax.models.architecture import arch_of
-from dllm_jax.models.families import parse_config
-from dllm_jax.models.published import PUBLISHED
 from dllm_jax.strategies.dflash import drafting
+from tests.bench.test_bench_step import published
 
 pytestmark = pytest.mark.long
 
@@ -29,17 +26,9 @@ pytestmark = pytest.mark.long
 (H200,) = RATES
 
 
-def shapes_of(name: str) -> Model:
-    """A published model whose weights are but their shapes."""
-    parsed = parse_config(PUBLISHED[name], name=name)
-    arch = arch_of(parsed.config)
-    shapes = arch.param_shapes(parsed.config, jnp.bfloat16)
-    return Model(params=shapes, config=parsed.config, arch=arch, defaults=parsed.defaults)
-
-
 @pytest.fixture(scope="module")
 def full():
-    return shapes_of(dflash_gpu.QWEN), shapes_of(dflash_gpu.QWEN_DRAFT)
+    return published(dflash_gpu.QWEN), published(dflash_gpu.QWEN_DRAFT)
 
 
 def test_floors_of_the_full_size_are_those_of_the_notes(full):
@@ -167,7 +156,7 @@ def test_what_the_bars_need_is_one_request_and_its_context_fits(full):
         slots=(1, 8), some_slots=(1,), context=1024, few=6, many=30, max_tokens=512
     )
     bars = dflash_gpu.groups_of({"bars"}, *full, args)
-    assert bars == {("", 1): (*full, list(dflash_gpu.BARS))}
+    assert bars == {(dflash_gpu.QWEN, 1): (*full, list(dflash_gpu.BARS))}
     every = dflash_gpu.groups_of({"bars", "ar", "qwen3_8b"}, *full, args)
     assert [(slots, len(names)) for (_, slots), (*_, names) in every.items()] == [(1, 8), (8, 4)]
     assert dflash_gpu.context_of(*full, args) == 1024
@@ -187,7 +176,7 @@ def test_a_batch_of_which_nothing_was_compiled_is_named(full, monkeypatch):
     report, waited = dflash_gpu.Report(None), []
     late = time.perf_counter() + 60
     dflash_gpu.steps({"bars"}, args, report, late, lambda: waited.append(1))
-    assert report.content["late"] == [", 1 slots: not timed"]
+    assert report.content["late"] == [f"{dflash_gpu.QWEN}, 1 slots: not timed"]
     assert waited == [1]
 
 

@@ -167,15 +167,6 @@ def many(seed, speed=1.0, flip=0):
     )
 
 
-def test_interval_covers_the_law_the_data_came_from():
-    # 200 studies of 2,000 problems: a 95 % interval misses 0.75 about 10 times, not 30
-    misses = 0
-    for seed in range(200):
-        low, high = summary.wilson(np.random.default_rng(seed).random(2000) < 0.75)
-        misses += not low <= 0.75 <= high
-    assert 2 <= misses <= 20
-
-
 def test_pairing_narrows_the_comparison():
     base = many(0)
     worse = many(0, flip=20)
