@@ -110,22 +110,6 @@ def _two_mode_trunk(params, cfg, x, positions, attend, hidden_layers=(), *, mode
     return dense.trunk(params, cfg, x, positions, attend, hidden_layers)
 
 
-TWO_MODES = Architecture(
-    param_shapes=dense.param_shapes,
-    embed=dense.embed,
-    trunk=_two_mode_trunk,
-    unembed=dense.unembed,
-    takes_mode=True,
-)
-
-
-def two_modes(dtype=jnp.float32) -> Model:
-    """A model whose mode 0 (decoder) and mode 1 (encoder) scale the input rows differently."""
-    gain = 1 + 0.5 * np.random.default_rng(9).normal(size=(2, CONFIG.hidden_size))
-    params = weights(CONFIG, 3, dtype) | {"mode_gain": jnp.asarray(gain, dtype)}
-    return Model(params=params, config=CONFIG, arch=TWO_MODES, defaults=DEFAULTS)
-
-
 # --- conditioned ----------------------------------------------------------------------------------
 
 

@@ -55,11 +55,6 @@ def reference_logits(folder: Path, ids: Any, visible: Array, **options: Any) -> 
     return run(folder, ids, visible, **options).logits
 
 
-def reference_routing(folder: Path, ids: Any, visible: Array, **options: Any) -> dict[int, Routing]:
-    """What each layer with experts chose; see `run`."""
-    return run(folder, ids, visible, **options).routing
-
-
 def run(
     folder: Path,
     ids: Any,

@@ -71,7 +71,6 @@ def with_bias():
     )
 
 
-MULTI_BD = MultiBD(block_size=4, buffer_size=4)
 KINDS = {
     "plain": models.plain,
     "experts": models.experts,
