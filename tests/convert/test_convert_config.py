@@ -20,26 +20,17 @@ from dllm_jax.models.dense import DenseConfig
 from dllm_jax.models.families import ConfigError, parse_config
 from dllm_jax.models.family_table import FAMILIES
 from dllm_jax.models.published import PUBLISHED
+from tests.oracles.tiny_configs import CONFIGS
 
-BASE = {
-    "architectures": ["SDARForCausalLM"],
-    "model_type": "sdar",
+BASE = CONFIGS["sdar"] | {
     "vocab_size": 160,
     "hidden_size": 48,
     "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "rope_scaling": None,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
     "mask_token_id": 157,
     "eos_token_id": 150,
 }
+for name in ("bos_token_id", "pad_token_id", "block_size"):  # nothing states them here
+    del BASE[name]
 
 
 def parse(*args, tokenizer=None, generation=None, name="", **changes):
