@@ -187,7 +187,7 @@ class Engine(Texts):
 
     def _dispatch(self) -> bool:
         """Admit, then dispatch prefill passes and decode chunks; False: there was none."""
-        if self.scheduler.has_waiting:
+        if self.scheduler.has_room and self.scheduler.has_waiting:
             self._admit()
         last_pass = self._prefill()
         chunks = self._decode()
