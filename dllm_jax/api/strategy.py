@@ -1,7 +1,7 @@
 """The strategy that decodes a model, and its fields.
 
 `dj.generate`, `LLM` and the command line choose here, so they agree:
-`resolve_strategy` -> `bind_draft` -> `Bound`, which is not resolved again.
+`resolve_strategy` -> `bind_draft` -> `Bound`.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from jax.core import Tracer
 
-from dllm_jax.api.drafts import Bound, Source, bind_draft, check_devices, refuse_draft
+from dllm_jax.api.drafts import Bound, Source, bind_draft, refuse_draft
 from dllm_jax.engine.checks import short_repr
 from dllm_jax.engine.requests import SamplingParams
 from dllm_jax.loading.model import Model
@@ -37,7 +37,7 @@ class Described(Protocol):
 def bind_strategy(
     model: Model, strategy: Any = None, draft: Source | None = None, **fields: Any
 ) -> Bound:
-    """The strategy to run, with its drafter; a `Bound` is checked and returned.
+    """The strategy to run, with its drafter.
 
     Args:
         strategy: A name, an import path, a value or a step function; None: `usual_strategy`.
@@ -47,11 +47,6 @@ def bind_strategy(
     Raises:
         ValueError: The model cannot run the strategy, or the drafter fits neither.
     """
-    if isinstance(strategy, Bound):
-        check_fit(model, strategy.strategy)
-        for other in strategy.aux.values():
-            check_devices(model, other)
-        return strategy
     fields = {name: value for name, value in fields.items() if value is not None}
     if fields:
         name = usual_strategy(model, draft) if strategy is None else strategy

@@ -239,7 +239,8 @@ def _engine(args: argparse.Namespace, model: Any, strategy: Any, batches: list[l
     longest = max(longest, blocks * bound.strategy.block_size)
     return LLM(
         model,
-        bound,
+        bound.strategy,
+        draft=bound.draft,
         attention_implementation=args.attention_implementation,
         tensor_parallel_size=args.tensor_parallel_size,
         seed=args.seed,

@@ -89,7 +89,8 @@ def make_llm(
         num_pages = -(-max(length + strategy.block_size, window) // args.page_size)
     llm = LLM(
         model,
-        bound,
+        strategy,
+        draft=bound.draft,
         attention_implementation=args.attention_implementation,
         tensor_parallel_size=args.tensor_parallel_size,
         seed=args.seed or 0,
