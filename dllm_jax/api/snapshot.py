@@ -64,6 +64,14 @@ class SavedText:
     slot: np.ndarray | None
 
 
+# Its fields that are JSON as they are.
+_TEXT = {
+    name: kind
+    for name, kind in typing.get_type_hints(SavedText).items()
+    if name not in ("params", "placement", "slot")
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
     """The content of a folder; `draft` is None without a drafter."""
@@ -213,15 +221,10 @@ def _field(name: str, value: Any) -> Any:
 
 
 def _text_facts(sequence: Sequence) -> dict[str, Any]:
-    params = sequence.owner.params
     return {
         "request_id": sequence.owner.id,
-        "index": sequence.index,
-        "prompt": list(sequence.prompt),
-        "tokens": list(sequence.tokens),
-        "start": sequence.start,
-        "nfe": sequence.nfe,
-        "params": dataclasses.asdict(params),
+        **{name: getattr(sequence, name) for name in _TEXT if name != "request_id"},
+        "params": dataclasses.asdict(sequence.owner.params),
         "placement": dataclasses.asdict(sequence.placement),
     }
 
@@ -298,16 +301,6 @@ def _saved_text(path: str, layout: Any, slot: np.ndarray | None) -> SavedText:
         placement=_of(Placement, f"{path}.placement", layout["placement"]),
         slot=slot,
     )
-
-
-_TEXT = {
-    "request_id": str,
-    "index": int,
-    "prompt": list[int],
-    "tokens": list[int],
-    "start": int,
-    "nfe": int,
-}
 
 
 def _of(kind: Any, path: str, fields: Any) -> Any:
