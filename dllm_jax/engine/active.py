@@ -96,6 +96,7 @@ def accept(
             rank=(request.priority, number + index),
             client=request.client,
             prompt=prompt,
+            prefix_len=first,
             placement=dataclasses.replace(placement, fold=fold),
             capacity=capacity,
             leader=active.sequences[0] if index else None,

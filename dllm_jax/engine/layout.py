@@ -253,7 +253,8 @@ class Placement:
 
     def num_written(self, length: int) -> int:
         """How many of the text's first `length` tokens were written, not given."""
-        return length - sum(token != HOLE for token in self.given[:length])
+        given = self.given[:length]
+        return length - len(given) + given.count(HOLE)
 
 
 class DeviceFailure(RuntimeError):

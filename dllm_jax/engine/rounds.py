@@ -81,7 +81,8 @@ def num_steps(
         is_open: Requests may come at any time; one that finds a free slot waits for two chunks.
     """
     watched = [sequence for sequence in decoding if sequence.watched]
-    if not step_s or any(sequence.owner.request.denoise for sequence in watched):
+    denoised = [sequence for sequence in watched if sequence.owner.request.denoise]
+    if denoised or not step_s:
         return 1
     wanted = CHUNK_S_WATCHED if watched or (is_open and scheduler.has_room) else CHUNK_S
     has_prefix = len(decoding) < len(scheduler.live)

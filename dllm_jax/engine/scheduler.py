@@ -7,6 +7,7 @@ arrival).
 
 import bisect
 import heapq
+import operator
 from collections import abc
 from collections.abc import Callable, Iterable
 
@@ -46,7 +47,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
-        sequence.start = sequence.prefix_len = self.layout.prefill_len(len(sequence.prompt))
+        sequence.start = sequence.prefix_len
         if self._left_queue or len(self._turns) > 2 * len(self._waiting) + _FEW:
             self._count_turns()
         place = priority, _ = sequence.rank[0], sequence.client
@@ -162,7 +163,7 @@ class Scheduler:
         sequence.is_sound = False
         priority = sequence.rank[0]
         self._rounds[priority] = max(sequence.turn, self._rounds.get(priority, 0))
-        bisect.insort(self.live, sequence, key=_rank)
+        bisect.insort(self.live, sequence, key=operator.attrgetter("rank"))
         row = self.table[sequence.slot]
         row[:] = -1
         row[: len(sequence.pages)] = sequence.pages
@@ -298,7 +299,3 @@ class Scheduler:
         taken = set(slots)
         others = [slot for slot in range(self.layout.num_slots) if slot not in taken]
         return (slots + others)[: self.slot_bucket(len(slots))]
-
-
-def _rank(sequence: Sequence) -> tuple[int, int]:
-    return sequence.rank

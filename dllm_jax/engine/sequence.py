@@ -45,6 +45,7 @@ class Sequence:
     index: int
     rank: tuple[int, int]
     prompt: list[int]
+    prefix_len: int
     placement: Placement
     capacity: int
     leader: "Sequence | None" = None
@@ -55,7 +56,6 @@ class Sequence:
     epoch: int = 0
     pages: list[int] = dataclasses.field(default_factory=list)
     done: int = 0
-    prefix_len: int = 0
     start: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     written: list[Write] = dataclasses.field(default_factory=list)

@@ -135,7 +135,7 @@ QUEUE = [
             "((priority, -sequence.turn, -arrival), sequence)",
         ),
         live_ones_not_in_order=(
-            "bisect.insort(self.live, sequence, key=_rank)",
+            'bisect.insort(self.live, sequence, key=operator.attrgetter("rank"))',
             "self.live.append(sequence)",
         ),
     ),
@@ -437,7 +437,7 @@ ROUNDS = [
     *broken(
         "test_scheduler.test_chunks_last_a_while_and_less_where_somebody_waits",
         "rounds.py",
-        denoising_in_long_chunks=("if not step_s or any(", "if not step_s or not any("),
+        denoising_in_long_chunks=("if denoised or not step_s:", "if not step_s:"),
         nobody_is_waited_for=("if scheduler.has_waiting or has_prefix:", "if has_prefix:"),
         nobody_is_expected=("watched or (is_open and scheduler.has_room)", "watched"),
         expected_without_a_slot=("(is_open and scheduler.has_room)", "is_open"),
@@ -545,7 +545,7 @@ ADMISSION = [
     *broken(
         "machine",
         "layout.py",
-        given_ids_count_as_written=("sum(token != HOLE for", "sum(0 for"),
+        given_ids_count_as_written=("length - len(given) + given.count(HOLE)", "length"),
     ),
     *broken(
         "test_scheduler.test_a_text_with_a_suffix_is_not_cut_short",
