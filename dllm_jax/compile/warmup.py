@@ -64,11 +64,9 @@ def warm_up(
     work, bound = every_program(runner.layout, runner.num_words), []
     if with_constraints and not runner.device.is_shared:
         bound = programs_with_grammars(runner.layout, grammars.USUAL)
-    began = time.perf_counter()
     if runner.state is None:  # by the worker, which has nothing else to do
         runner.submit(runner.device.compile_reset)
     temp_bytes = compile_ahead(runner, [*work, *bound], progress)
-    runner.device.note_compiling(time.perf_counter() - began)
     if runner.memory is not None:
         runner.memory = dataclasses.replace(runner.memory, temp_bytes=temp_bytes)
         runner.memory.check()
@@ -191,7 +189,7 @@ def compile_ahead(
     pool = ThreadPoolExecutor(min(len(work), num_cores()), "dllm-compile")
     # Lowering holds the GIL. One at a time, so that compilation overlaps with the next lowering.
     in_python = threading.Lock()
-    is_waited_for = False
+    is_waited_for, began = False, time.perf_counter()
     try:
         futures = {pool.submit(_compiled_bytes, runner, item, in_python): item for item in work}
         for done, future in enumerate(as_completed(futures), 1):
@@ -204,6 +202,7 @@ def compile_ahead(
         raise runner.failure(error) from error
     finally:
         pool.shutdown(wait=is_waited_for, cancel_futures=True)
+    runner.device.note_compiling(time.perf_counter() - began)
     return most
 
 

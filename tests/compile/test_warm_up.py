@@ -162,6 +162,9 @@ class Python:
         self.lowering -= 1
         return types.SimpleNamespace(compile=self.compile)
 
+    def note_compiling(self, seconds):
+        assert seconds >= 0.04
+
     def compile(self, options):
         self.all.wait()  # in vain, if a program is lowered only once another is compiled
         return types.SimpleNamespace(options=options, memory_analysis=lambda: None)
@@ -297,6 +300,7 @@ def test_an_accelerators_pool_leaves_what_the_programs_need(monkeypatch, hungry)
     monkeypatch.setattr(ModelRunner, "run", lambda *_: None)
     made = start.start(models.plain(), STRATEGY, {}, CONFIG, calibrate=False)
     plan = made.memory
+    assert made.device.compile_s >= 0.03 * len(began), "of both times"
     assert plan.num_pages == made.layout.num_pages == made.state.pools["target"][0][0].shape[0]
     assert plan.temp_bytes == needs
     assert 0.95 * 0.9 * limit <= plan.peak_bytes <= 0.9 * limit
