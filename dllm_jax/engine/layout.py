@@ -121,7 +121,8 @@ class EngineLayout:
             recomputed keys would have other bits.
         prefix_caching: Reuse pages across requests.
         salt: What keys and values depend on besides the tokens: model, adapter, mask, block size.
-        vocab_size, stop_token_ids, unread_token_ids: Of the model.
+        vocab_size, stop_token_ids, unread_token_ids: Of the model, as is `mask_id`, which scripts
+            that measure read.
         knobs: The strategy's thresholds, with the rule of each.
         knob_values: Those of a request that sets none.
         stuck_text: Why a request ended whose strategy changes nothing; `{}` is the position.
@@ -154,6 +155,7 @@ class EngineLayout:
     prefix_caching: bool = True
     salt: bytes = b""
     vocab_size: int
+    mask_id: int = -1
     stop_token_ids: tuple[int, ...] = ()
     unread_token_ids: tuple[int, ...] = ()
     knobs: Mapping[str, KnobRule] = dataclasses.field(default_factory=dict)

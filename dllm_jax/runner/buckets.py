@@ -94,6 +94,7 @@ def make_layout(
         prefix_caching=config.enable_prefix_caching,
         salt=_salt(model, strategy, aux),
         vocab_size=cfg.vocab_size,
+        mask_id=cfg.mask_token_id,
         stop_token_ids=tuple(model.defaults.stop_token_ids),
         unread_token_ids=model.defaults.unread_token_ids,
         knobs=knob_rules(strategy),
