@@ -34,7 +34,7 @@ from ..core.state import ACTIVE, NO_TOKEN, TO_CACHE, Carry, DecodeState, Samplin
 from . import canvas
 
 ENCODER, DECODER = 0, 1  # modes of the model
-_DRAWS, _FRESH, _RENEWED = 0, 1, 2  # salts: draws, noise of a canvas that begins, of a step
+_DRAWS, _FRESH, _RENEWED = 0, 1, 2  # salts
 _MOST_STEPS = 1_000_000  # steps of a canvas are counted in 32 bits, and exactly as floats
 
 
@@ -134,6 +134,10 @@ class DiffusionGemma(Strategy):
         num_slots, num_blocks = state.buffer.status.shape
         return num_blocks > 1 and num_slots <= self.early_slots
 
+    def _noise(self, forward: Forward, state: DecodeState, salt: int) -> Int[Array, "B K S"]:
+        """Uniform ids: of a canvas that begins (`_FRESH`), of the cells of a step (`_RENEWED`)."""
+        return random.block_ids(state, forward.vocab_size, salt)
+
     def _read(
         self, out: ForwardOutput, state: DecodeState, law: Sampling, where: Any
     ) -> TokenStats:
@@ -158,7 +162,7 @@ class DiffusionGemma(Strategy):
     ) -> Conditioned:
         """The inputs: the canvas in work with its expectation, plain tokens of a stored text."""
         tokens, slot = state.buffer.tokens, state.carry.slot
-        noise = random.block_ids(state, forward.vocab_size, _FRESH)
+        noise = self._noise(forward, state, _FRESH)
         shown = jnp.where(begins[:, None, None], noise, slot["canvas"][:, None])
         on = (state.buffer.status == ACTIVE)[:, :, None]
         held = blocks.is_given(state) | ~on
@@ -184,7 +188,7 @@ class DiffusionGemma(Strategy):
         likeliest = jnp.where(stats.token == NO_TOKEN, NO_TOKEN, stats.top_ids[..., 0])
         draws = (state.sampling.temperature > 0)[:, None, None]
         kept = sampling.entropy_bounded(stats, self.entropy_bound, free)
-        renewed = random.block_ids(state, forward.vocab_size, _RENEWED)
+        renewed = self._noise(forward, state, _RENEWED)
         shown = jnp.where(kept, jnp.where(draws, stats.token, likeliest), renewed)
 
         same = jnp.all((likeliest == buffer.tokens) | ~free, axis=(1, 2)) & (steps > 0)
