@@ -9,8 +9,6 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from dllm_jax.engine import checks
 from dllm_jax.engine.layout import PAGE_SIZE, TILE_OF_KEYS, EngineConfig, EngineLayout
 from dllm_jax.engine.record import Align
@@ -163,7 +161,7 @@ def plain_settings(strategy: Any) -> dict[str, Any]:
     found = {}
     for name in settings(strategy):
         value = getattr(strategy, name)
-        if np.ndim(value) == 0 and hasattr(value, "item"):
+        if getattr(value, "ndim", None) == 0:
             value = value.item()
         if value is None or isinstance(value, bool | int | float | str):
             found[name] = value

@@ -2,7 +2,10 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import dllm_jax as dj
@@ -29,6 +32,19 @@ def multi_bd(prompt, block_size=8, buffer_size=2, **needs):
 def on_accelerator(monkeypatch):
     """The sizes of an accelerator, on any machine."""
     monkeypatch.setattr("dllm_jax.runner.buckets.is_on_cpu", lambda model: False)
+
+
+class WithTables(MultiBD):
+    """A strategy with fields that are no settings."""
+
+    tables: Any = None
+
+
+def test_a_records_law_has_the_plain_fields_of_a_strategy():
+    strategy = WithTables(block_size=8, tables=(np.zeros((2, 3)), np.zeros((4,))))
+    found = layout(strategy.replace(accept_threshold=jnp.float32(0.5))).law["settings"]
+    assert (found["block_size"], found["accept_threshold"]) == (8, 0.5)
+    assert "tables" not in found
 
 
 # --- slots ----------------------------------------------------------------------------------------
