@@ -34,6 +34,15 @@ def unsupported_version() -> str | None:
     return None
 
 
+def by_lane(**options: Any) -> Any:
+    """`plgpu.CompilerParams` of a kernel that gives every layout and uses no shared memory.
+
+    By default jax 0.11 infers layouts, in Python, for which such a kernel takes 4 to 8 times as
+    long to lower. Kernels with shared memory keep the default, by which they were measured.
+    """
+    return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, **options)
+
+
 def kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
     """`plgpu.kernel` with every operand aligned to 256 bytes.
 

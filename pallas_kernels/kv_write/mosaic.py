@@ -81,7 +81,7 @@ def _launch(
         grid=(len(page), pages[0].shape[1], -(-len(pages) // _LOADS)),
         grid_names=("row", "head", "arrays"),
         kernel_name="kv_write",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),  # nothing is read back
+        compiler_params=hopper.by_lane(unsafe_no_auto_barriers=True),  # nothing is read back
         interpret=interpret,
     )(*written, *flat, page, offset)
     return tuple(jax.freeze(mine) for mine in written)

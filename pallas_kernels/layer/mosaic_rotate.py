@@ -67,7 +67,7 @@ def rotate_qkv(
             grid_names=("row", "groups", "heads"),
             kernel_name="rotate_qkv",
             # The kernel never reads its own writes, so threads need not wait for their warpgroup.
-            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+            compiler_params=hopper.by_lane(approx_math=True, unsafe_no_auto_barriers=True),
             interpret=interpret,
         )(
             qkv.reshape(-1, M, G, both, H),
@@ -96,8 +96,11 @@ def _rotate_qkv(qkv, cos, sin, *refs, groups, has_norms: bool, has_bias: bool, e
     def load(ref, layout=layout):
         return hopper.load(ref, layout).astype(jnp.float32)
 
+    def widened(values, axis):
+        return plgpu.layout_cast(jax.lax.broadcast_in_dim(values, tile, [axis]), layout)
+
     def load_columns(ref):
-        return jax.lax.broadcast_in_dim(load(ref, layout.reduce(0)), tile, [1])
+        return widened(load(ref, layout.reduce(0)), 1)
 
     def rounded(values):
         return values.astype(dtype).astype(jnp.float32)
@@ -122,7 +125,7 @@ def _rotate_qkv(qkv, cos, sin, *refs, groups, has_norms: bool, has_bias: bool, e
                 pieces = [rounded(piece + own) for piece, own in zip(pieces, bias, strict=True)]
             if has_norms and j < both - 1:
                 mass = jnp.sum(sum(piece * piece for piece in pieces), axis=1)
-                factor = jax.lax.broadcast_in_dim(jax.lax.rsqrt(mass / H + eps), tile, [0])
+                factor = widened(jax.lax.rsqrt(mass / H + eps), 0)
                 pieces = [
                     rounded(rounded(piece * factor) * scale)
                     for piece, scale in zip(pieces, scales[j == both - 2], strict=True)
