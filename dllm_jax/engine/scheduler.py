@@ -208,13 +208,15 @@ class Scheduler:
         Returns:
             The steps covered: halved until the pool suffices. Preempted sequences are WAITING.
         """
-        layout, pool = self.layout, self.pool
+        pool, page_size = self.pool, self.layout.page_size
         ahead = {n: self.ahead(n, steps) for n in {s.in_flight for s in sequences}}
         wanted: list[tuple[Sequence, int]] = []
         for sequence in sequences:
-            end = min(sequence.start + ahead[sequence.in_flight], sequence.capacity)
-            if end > len(sequence.pages) * layout.page_size:
-                wanted.append((sequence, layout.pages_for(end) - len(sequence.pages)))
+            end = sequence.start + ahead[sequence.in_flight]
+            if end > sequence.capacity:
+                end = sequence.capacity
+            if end > len(sequence.pages) * page_size:
+                wanted.append((sequence, self.layout.pages_for(end) - len(sequence.pages)))
         if wanted and steps > 1 and sum(count for _, count in wanted) > pool.num_available:
             return self.grow(sequences, steps // 2)
         for sequence, count in wanted:

@@ -345,12 +345,12 @@ GROWTH = [
         "machine",
         "scheduler.py",
         growth_that_just_fits_is_skipped=(
-            "if end > len(sequence.pages) * layout.page_size:",
-            "if end > (len(sequence.pages) + 1) * layout.page_size:",
+            "if end > len(sequence.pages) * page_size:",
+            "if end > (len(sequence.pages) + 1) * page_size:",
         ),
         text_past_its_capacity=(
-            "min(sequence.start + ahead[sequence.in_flight], sequence.capacity)",
-            "sequence.start + ahead[sequence.in_flight]",
+            "if end > sequence.capacity:",
+            "if False:",
         ),
         page_bucket_too_small=(
             "len(one.pages))] for",
