@@ -4,7 +4,6 @@ Random automata of several slots, one of them without a grammar; what fills the 
 that nothing may read. The kernels run as plain XLA here, and are lowered for a GPU.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -176,7 +175,7 @@ def test_the_kernel_says_the_same(slots, T, monkeypatch):
         [
             grammars.padded(
                 grammars.ready(random_toy(rng, num_ids, num_ids - 1, classes=classes), num_ids),
-                dataclasses.replace(SIZES, narrow=320, classes=18, wide=16),
+                SIZES._replace(narrow=320, classes=18, wide=16),
             )
             for classes in (14, 16)[:slots]
         ]
