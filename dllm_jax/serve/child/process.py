@@ -86,7 +86,7 @@ def main(fd: int, parent: int) -> int:
         served = factory(launch.settings, Start(outbox))
         loop = Loop(served, sock, outbox, faults)
         # A thread that traces a program causes collections. With all objects of the start they
-        # hold a step back for 0.5 to 1 s.
+        # hold a step back for 0.2 to 0.5 s.
         gc.enable()
         gc.collect()
         gc.freeze()
