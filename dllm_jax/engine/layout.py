@@ -47,8 +47,7 @@ class EngineConfig:
         slot_buckets, page_buckets, prefill_buckets: Sizes to compile; None: chosen.
         batch_invariant: A request's tokens are the same bit for bit in any batch, in any order,
             however its prompt is cut or found in the prefix cache, and after a preemption, for
-            which it starts over (docs/same_tokens.md). On one Hopper GPU in bfloat16, for dense
-            networks.
+            which it starts over (docs/same_tokens.md). On one Hopper GPU in bfloat16.
         logprobs: Requests may ask for `logprobs` and `record`. Each step then reads the head once
             more; tokens do not change.
     """

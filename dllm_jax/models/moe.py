@@ -140,11 +140,13 @@ def _ffn(
     flat, is_summed = rows.reshape(-1, cfg.hidden_size), not takes_routed(rows, ops, "add_rms_norm")
     routes = ids.reshape(len(flat), -1), weights.reshape(len(flat), -1)
     given = flat, *routes, layer["experts_gate_up"], layer["experts_down"]
-    if cfg.shared_size and not is_summed:
+    # The launches of experts divide the sums of a shared half otherwise than products of its own.
+    if cfg.shared_size and not is_summed and not ops.one_rounding:
         shared = None, layer["shared_gate_up"], layer["shared_down"]
         if takes_dense(flat, routes[0], given[-1], shared):
             return tuple(one.like(rows) for one in routed_and_dense(*given, shared))
-    out = expert_ffn(*given, is_summed=is_summed)
+    by = "mosaic" if ops.one_rounding else None
+    out = expert_ffn(*given, is_summed=is_summed, implementation=by)
     if isinstance(out, RoutedRows):
         out = out.like(rows)
         if not cfg.shared_size:
@@ -184,8 +186,14 @@ def route(
         kept_groups=cfg.groups_per_token,
     )
     if not cfg.expert_capacity:
-        flat = x.reshape(-1, x.shape[-1]), router, bias, None if live is None else live.reshape(-1)
-        ids, weights = kernels.route(*flat, rule=rule, implementation=implementation)
+        flat, live = x.reshape(-1, x.shape[-1]), None if live is None else live.reshape(-1)
+        # XLA would take other numbers of rows, and add up otherwise.
+        spare = -len(flat) % 8 if implementation == "mosaic" else 0
+        if spare:
+            flat = jnp.pad(flat, ((0, spare), (0, 0)))
+            live = None if live is None else jnp.pad(live, (0, spare))
+        found = kernels.route(flat, router, bias, live, rule=rule, implementation=implementation)
+        ids, weights = (each[: len(flat) - spare] for each in found)
         return ids.reshape(*x.shape[:-1], -1), weights.reshape(*x.shape[:-1], -1)
     scores, choice = scored(x, router, bias, rule)
     live = jnp.ones(positions.shape, bool) if live is None else live

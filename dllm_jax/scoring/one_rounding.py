@@ -20,6 +20,7 @@ from dllm_jax.kernels.layer import LayerOps
 from dllm_jax.kernels.paged_attention import TILE, WindowMask, paged_attention
 from dllm_jax.models import reference
 from dllm_jax.models.dense import ONE_ROUNDING, DenseConfig
+from dllm_jax.models.moe import MoEConfig
 from dllm_jax.models.quantization import is_quantized
 
 ROWS_READ = 16  # of the head's product, which XLA divides by the number of rows
@@ -69,7 +70,11 @@ def network_rules(model: Any) -> tuple[tuple[bool, str], ...]:
         (not hopper.unsupported(), "an NVIDIA Hopper GPU"),
         (model.split is None, "one device"),
         (model.params["embed"].dtype == jnp.bfloat16, 'weights in bfloat16 (dtype="bfloat16")'),
-        (type(model.config) is DenseConfig, "a dense network"),
+        (
+            type(model.config) in (DenseConfig, MoEConfig)
+            and not getattr(model.config, "expert_capacity", 0),
+            "a dense network, or one of experts without a capacity",
+        ),
         (not has_8_bits, "weights and a cache that are not quantised"),
     )
 

@@ -83,8 +83,8 @@ def add_rms_norm(
 
     Args:
         y: Rows of any float type, or the float32 parts that `split_matmul` returns, which are
-            added and rounded first. A tuple of these and of `RoutedRows` is added to `x` and
-            rounded once.
+            added and rounded first. A tuple of these and of `RoutedRows`, whose sums are not
+            rounded, is added to `x` and rounded once.
         is_quantized: Round the norm once more, to 8 bits, for a product with an `Fp8Matrix`.
         implementation: "mosaic" takes 16 bits.
     """
@@ -103,7 +103,12 @@ def add_rms_norm(
 def takes_routed(
     x: Float[Array, "*M D"], ops: LayerOps, norm: Literal["add_rms_norm", "sandwich_norm"]
 ) -> bool:
-    """Whether the following norm adds up `RoutedRows` faster than the experts' kernel does."""
+    """Whether the following norm adds up `RoutedRows` faster than the experts' kernel does.
+
+    With `LayerOps.one_rounding` it does, for any number of rows.
+    """
+    if ops.one_rounding:
+        return True
     is_plain = norm == "add_rms_norm"
     fits = mosaic_norm.unsupported_row if is_plain else mosaic_norm.unsupported_sandwich
     if getattr(ops, norm) is not None or ops.axis is not None:
@@ -145,16 +150,18 @@ def _plain_norm(
     is_quantized: bool, x: Array, y: Any, scale: Array, eps: float
 ) -> tuple[Array, Array | Fp8Rows]:
     if isinstance(y, tuple):
-        y = jnp.stack([_summed(each, x.ndim) for each in y])
+        y = jnp.stack([_summed(each, x) for each in y])
     total, normed = reference.add_rms_norm(x, y, scale, eps)
     return total, fp8.quantize_rows(normed) if is_quantized else normed
 
 
-def _summed(y: Array | RoutedRows, ndim: int) -> Array:
-    """Rows or their parts as rows, in float32."""
+def _summed(y: Array | RoutedRows, x: Array) -> Array:
+    """Rows or their parts as rows, in float32, the parts rounded to the type of `x`."""
     if isinstance(y, RoutedRows):
         return y.sums
-    return jnp.sum(y.astype(jnp.float32), axis=0) if y.ndim > ndim else y.astype(jnp.float32)
+    if y.ndim > x.ndim:
+        y = jnp.sum(y.astype(jnp.float32), axis=0).astype(x.dtype)
+    return y.astype(jnp.float32)
 
 
 def sandwich_norm(

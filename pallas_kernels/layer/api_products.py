@@ -176,7 +176,10 @@ def _few_split(
 ) -> BackEnd:
     """A product of few rows; `segments` are the parts of its depth, if fixed."""
     values, groups = values_of(x), len(x.scales) if isinstance(x, Fp8Groups) else 1
-    tiling = mosaic_few_tiling.choose_tiling(values, w, dtype=dtype, groups=groups, splits=segments)
+    how = {"dtype": dtype, "groups": groups, "splits": segments}
+    if segments is not None:
+        how["columns"] = mosaic_few_tiling.ANY_COLUMNS
+    tiling = mosaic_few_tiling.choose_tiling(values, w, **how)
     return BackEnd(
         functools.partial(mosaic_few.split_matmul, tiling=tiling, dtype=dtype),
         _unsupported_result(values, dtype)

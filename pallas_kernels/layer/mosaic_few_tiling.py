@@ -16,6 +16,9 @@ ROWS = 64  # rows of a warpgroup's product
 MOST_ROWS = 2 * ROWS  # the registers hold the sums of two warpgroups
 ROW_MULTIPLE = 8  # rows of a swizzled tile
 _STEP = 64  # least columns of a tile
+# Columns of a tile of a product with one rounding; wider ones for matrices of more blocks than run
+# at once (LLaDA-8B's query, key and value), which otherwise go to XLA.
+ANY_COLUMNS = (_STEP, 2 * _STEP)
 _LINE_BYTES = 128  # depth of a tile: the longest line that can be swizzled
 _LINE = 16  # 16-bit columns of the shortest line that can be swizzled
 _MOST_STAGES = 8
@@ -129,7 +132,7 @@ def segments(w: Array) -> int:
 
     It depends on the matrix alone, so that the bits of a row do not depend on the number of rows.
     """
-    tiling = choose_tiling(jax.ShapeDtypeStruct((MOST_ROWS, len(w)), w.dtype), w)
+    tiling = choose_tiling(jax.ShapeDtypeStruct((MOST_ROWS, len(w)), w.dtype), w, ANY_COLUMNS)
     return 1 if tiling is None else tiling.splits
 
 

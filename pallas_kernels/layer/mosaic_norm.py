@@ -119,8 +119,7 @@ def _add_rms_norm(x, scale, *refs, groups, eps):
             parts = [load(own[0].at[i, row]) for i in range(own[0].shape[0])]
             whole = functools.reduce(jnp.add, parts)
             # Round as a product of many rows does before it gets here, so that bits agree.
-            is_alone = len(groups) == 1
-            addends.append(whole.astype(x.dtype).astype(jnp.float32) if is_alone else whole)
+            addends.append(whole.astype(x.dtype).astype(jnp.float32))
     kept = (load(x.at[row]) + functools.reduce(jnp.add, addends)).astype(x.dtype)
     store_normed(kept, load(scale), row, out, eps)
 

@@ -86,6 +86,14 @@ def experts(seed: int = 6, dtype=jnp.float32) -> Model:
     return Model(params=params, config=cfg, arch=arch_of(cfg), defaults=DEFAULTS)
 
 
+def of_layers(model: Model, count: int) -> Model:
+    """A model of the first few layers of another."""
+    cfg, layers = model.config, model.params["layers"][:count]
+    more = {"moe_layers": cfg.moe_layers[:count]} if isinstance(cfg, MoEConfig) else {}
+    cfg = dataclasses.replace(cfg, num_layers=count, **more)
+    return model.replace(config=cfg, params=model.params | {"layers": layers})
+
+
 def in_8_bits(model: Model) -> Model:
     """A model whose matrices, head and cache are in 8 bits."""
     params = jax.tree_util.tree_map_with_path(

@@ -22,16 +22,21 @@ from dllm_jax.engine.layout import TILE_OF_KEYS, DeviceFailure, EngineConfig
 from dllm_jax.engine.requests import Request, SamplingParams
 from dllm_jax.kernels import hopper
 from dllm_jax.kernels.layer import (
+    RoutedRows,
+    add_rms_norm,
     mosaic,
     mosaic_few,
     mosaic_few_tiling,
     mosaic_many,
     mosaic_many_tiling,
+    mosaic_norm,
     qkv_matmul,
 )
 from dllm_jax.kernels.paged_attention import TILE, WindowMask, whole_tile
 from dllm_jax.kernels.paged_attention.mosaic import attention
 from dllm_jax.kernels.paged_attention.mosaic_tiling import Tiling, choose_alike, choose_tiling
+from dllm_jax.models import moe
+from dllm_jax.models.dense import ONE_ROUNDING
 from dllm_jax.models.families import parse_config
 from dllm_jax.models.published import PUBLISHED
 from dllm_jax.runner import buckets, readout
@@ -42,6 +47,7 @@ from dllm_jax.strategies.dflash import drafting
 from tests.contract import engine as toy
 from tests.contract import models
 from tests.contract.cases import case
+from tests.cross_lowering import H200, needs_mosaic
 
 ROWS = (8, 32, 64, 128)
 STRATEGY = MultiBD(block_size=4, buffer_size=4)
@@ -51,7 +57,10 @@ def real(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-@pytest.mark.parametrize("name", ["JetLM/SDAR-1.7B-Chat", "JetLM/SDAR-8B-Chat", "Qwen/Qwen3-8B"])
+DENSE = ["JetLM/SDAR-1.7B-Chat", "JetLM/SDAR-8B-Chat", "Qwen/Qwen3-8B", "GSAI-ML/LLaDA-8B-Base"]
+
+
+@pytest.mark.parametrize("name", DENSE)
 def test_sums_are_divided_by_the_matrix_alone(name):
     cfg = parse_config(PUBLISHED[name], name=name).config
     D, H = cfg.hidden_size, cfg.head_dim
@@ -60,7 +69,8 @@ def test_sums_are_divided_by_the_matrix_alone(name):
         w = real(K, N)
         parts = mosaic_few_tiling.segments(w)
         choose = mosaic_few_tiling.choose_tiling
-        tilings = [choose(real(rows, K), w, splits=parts) for rows in ROWS]
+        every = mosaic_few_tiling.ANY_COLUMNS
+        tilings = [choose(real(rows, K), w, every, splits=parts) for rows in ROWS]
         assert {tiling.splits for tiling in tilings} == {parts}
         for rows in (256, 512, 1024, 4096):
             columns = mosaic_many_tiling.product_columns(rows, w, parts)
@@ -88,8 +98,8 @@ def test_keys_are_divided_alike_for_any_number_of_sequences_and_rows(tokens, hea
     assert chosen(1, 128, choose_tiling).parts > 1, "by itself one sequence is divided"
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_few_and_many_rows_are_added_up_alike(parts):
+@pytest.mark.parametrize(("parts", "columns"), [(1, 64), (2, 64), (1, 128)])
+def test_few_and_many_rows_are_added_up_alike(parts, columns):
     """In the interpreter: a chain of each part of the depth, and the parts in rising order."""
     keys = jax.random.split(jax.random.key(parts))
     x, w = (
@@ -98,7 +108,7 @@ def test_few_and_many_rows_are_added_up_alike(parts):
     )
     how = {"interpret": plgpu.InterpretGPUParams()}
     many = mosaic_many.matmul(x, w, columns=128, segments=parts, **how)
-    tiling = mosaic_few_tiling.choose_tiling(x, w, splits=parts)
+    tiling = mosaic_few_tiling.choose_tiling(x, w, (columns,), splits=parts)
     few = mosaic_few.split_matmul(x, w, tiling=tiling, **how)
     few = few if parts == 1 else sum(few[1:], few[0]).astype(x.dtype)
     assert np.array_equal(np.asarray(many, np.float32), np.asarray(few, np.float32))
@@ -165,6 +175,26 @@ def test_a_row_has_the_same_bits_wherever_its_window_begins():
         assert not np.array_equal(attended(first, 17, is_whole=False), window)
 
 
+def test_addends_of_a_norm_are_rounded_alike():
+    """The shared half of experts: parts of few rows, and rows that a product of many rounded."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    x, results = (jax.random.normal(key, (16, 512), jnp.bfloat16) for key in keys[:2])
+    parts = jax.random.normal(keys[2], (2, 16, 512), jnp.float32)
+    place, weights = jnp.arange(32).reshape(16, 2) % 20, jax.random.uniform(keys[3], (16, 2))
+    routed, scale = RoutedRows(results, place, weights), jnp.ones((512,), jnp.bfloat16)
+    whole = (parts[0] + parts[1]).astype(jnp.bfloat16)
+
+    def by(norm, half, **how):
+        return np.float32(jnp.stack(norm(x, (routed, half), scale, 1e-6, **how)))
+
+    how = {"interpret": plgpu.InterpretGPUParams()}
+    ours = [by(mosaic_norm.add_rms_norm, half, **how) for half in (parts, whole)]
+    plain = [by(add_rms_norm, half, implementation="xla") for half in (parts, whole)]
+    assert np.array_equal(*ours)
+    assert np.array_equal(*plain)
+    assert np.abs(ours[0] - plain[0]).max() < 0.05
+
+
 def test_a_few_rows_are_multiplied_among_whole_tiles(monkeypatch):
     x, w = jnp.ones((3, 256), jnp.bfloat16), jnp.ones((256, 4, 4, 64), jnp.bfloat16)
     monkeypatch.setattr(mosaic, "unsupported", lambda x: None)
@@ -180,6 +210,31 @@ def test_a_few_rows_are_multiplied_among_whole_tiles(monkeypatch):
     assert seen == [8]
     assert out.shape[-4:] == (3, 4, 4, 64)
     assert float(jnp.sum(out, dtype=jnp.float32)) == 3 * 256 * 4 * 4 * 64
+
+
+@pytest.mark.slow(unless="pallas_kernels")
+@needs_mosaic
+@pytest.mark.parametrize("rows", [3, 128, 2048])
+def test_experts_add_up_alike_for_any_number_of_rows(on_hopper, rows):
+    """LLaDA2-mini: no product by XLA, and no launch that divides a shared half by the rows."""
+    cfg = parse_config(PUBLISHED["inclusionAI/LLaDA2.0-mini"], name="LLaDA2.0-mini").config
+    cfg = dataclasses.replace(cfg, num_layers=1, moe_layers=(True,))
+    (layer,) = moe.param_shapes(cfg)["layers"]
+    x = real(1, rows, cfg.hidden_size)
+    live = jax.ShapeDtypeStruct((1, rows), bool)
+
+    def half(layer, x, live):
+        how = {"cfg": cfg, "dtype": x.dtype, "ops": ONE_ROUNDING}
+        out = moe._ffn(layer, x, positions=jnp.zeros(live.shape, int), live=live, **how)
+        scale = jnp.ones((cfg.hidden_size,), x.dtype)
+        return add_rms_norm(x, out, scale, 1e-6, implementation="mosaic")
+
+    with jax.sharding.use_abstract_mesh(H200):
+        text = jax.jit(half).trace(layer, x, live).lower(lowering_platforms=("cuda",)).as_text()
+    assert "dot_general" not in text
+    kernels = "router_scores", "router_choice", "expert_ffn_gate_up", "expert_ffn_down"
+    of_its_own = "gated_matmul", "split_matmul" if rows <= 128 else "matmul"  # the shared half
+    assert all(name in text for name in (*kernels, *of_its_own, "add_rms_norm"))
 
 
 def test_rows_are_read_in_whole_chunks():
@@ -295,7 +350,10 @@ def test_what_cannot_keep_it_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(hopper, "unsupported", lambda: None)
     monkeypatch.setattr(buckets, "is_on_cpu", lambda model: False)
     assert refused().endswith('weights in bfloat16 (dtype="bfloat16"); change that or leave it out')
-    assert "a dense network" in refused(models.experts())
+    assert "one of experts without a capacity" in refused(models.experts())
+    chosen = models.experts()
+    config_of = dataclasses.replace(chosen.config, expert_capacity=0)
+    assert "network" not in refused(chosen.replace(config=config_of))
     by_chance = DFlash(draft_block_size=16, target_layer_ids=(0,), acceptance="rejection")
     assert 'acceptance="match"' in refused(aux={"draft": models.plain()}, strategy=by_chance)
     assert "a multiple of 16 cells, not 8" in refused(strategy=STRATEGY.replace(buffer_size=2))
@@ -315,15 +373,18 @@ def texts_of(llm, given, between=None):
     return [out.outputs[0].token_ids for out in toy.run(llm.engine, given, between)]
 
 
+# LLaDA2 has a dense layer first, then experts with a shared half; LLaDA one head a KV head.
+NETWORKS = [("JetLM/SDAR-1.7B-Chat", 4), ("inclusionAI/LLaDA2.0-mini", 3), (DENSE[-1], 2)]
+
+
 @pytest.mark.gpu
-def test_texts_are_equal_whatever_happens_around_them(monkeypatch):
-    """The published widths and ids in four layers, on two engines; every second text is drawn."""
+@pytest.mark.parametrize("network", NETWORKS, ids=["sdar", "llada2", "llada"])
+def test_texts_are_equal_whatever_happens_around_them(monkeypatch, network):
+    """The published widths and ids in a few layers, on two engines; every second text is drawn."""
     if reason := hopper.unsupported():
         pytest.skip(reason)
-    model = dj.load("random:JetLM/SDAR-1.7B-Chat")
-    layers = model.params["layers"][:4]
-    config = dataclasses.replace(model.config, num_layers=len(layers))
-    model = model.replace(config=config, params=model.params | {"layers": layers})
+    name, count = network
+    model = models.of_layers(dj.load(f"random:{name}"), count)
     sizes = {"max_num_seqs": 4, "slot_buckets": (1, 4), "max_model_len": 1024}
     config = EngineConfig(**sizes, num_pages=96, batch_invariant=True)
     rng = np.random.default_rng(0)
@@ -400,9 +461,7 @@ def test_drafts_change_no_bit():
     target, draft = (
         dj.load(f"random:{name}") for name in ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16")
     )
-    layers = target.params["layers"][:2]
-    config = dataclasses.replace(target.config, num_layers=len(layers))
-    target = target.replace(config=config, params=target.params | {"layers": layers})
+    target = models.of_layers(target, 2)
     sizes = {"max_num_seqs": 4, "slot_buckets": (1, 4), "max_model_len": 1024}
     config = EngineConfig(**sizes, batch_invariant=True)
     rng = np.random.default_rng(0)

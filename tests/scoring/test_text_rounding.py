@@ -42,10 +42,21 @@ def ids_of(model, count, length):
     return jnp.asarray(RNG.integers(1, model.config.vocab_size, (count, length)), jnp.int32)
 
 
-@pytest.mark.parametrize(("block_size", "window"), [(1, 17), (4, 16), (32, 32)])
-def test_windows_are_the_text(block_size, window):
+def free_experts():
+    """Experts without a capacity."""
+    model = models.experts()
+    return model.replace(
+        config=dataclasses.replace(model.config, expert_capacity=0, routing_block=1)
+    )
+
+
+SIZES_OF = [(models.plain, 1, 17), (free_experts, 4, 16), (models.plain, 32, 32)]
+
+
+@pytest.mark.parametrize(("make", "block_size", "window"), SIZES_OF)
+def test_windows_are_the_text(make, block_size, window):
     """Prompts that end in the middle of a block and of a piece, and a last block that is cut."""
-    model = models.plain()
+    model = make()
     ids = ids_of(model, 2, 170)
     how = rounding(block_size, window)
     rows = rows_by(model, ids, how, jnp.asarray([139, 40]), None, PLAIN)
@@ -144,13 +155,6 @@ def decided(llm, prompts, params):
     return texts, [np.asarray(row, np.float32) for row in said]
 
 
-def of_layers(model, count):
-    """A model of the first few layers."""
-    config = dataclasses.replace(model.config, num_layers=count)
-    layers = model.params["layers"][:count]
-    return model.replace(config=config, params=model.params | {"layers": layers})
-
-
 SIZES = EngineConfig(
     max_num_seqs=4, slot_buckets=(1, 4), max_model_len=1024, batch_invariant=True, logprobs=True
 )
@@ -160,7 +164,7 @@ SIZES = EngineConfig(
 def test_a_text_of_ar_has_the_logits_that_it_was_written_by():
     if reason := hopper.unsupported():
         pytest.skip(reason)
-    model = of_layers(dj.load("random:Qwen/Qwen3-8B"), 2)
+    model = models.of_layers(dj.load("random:Qwen/Qwen3-8B"), 2)
     prompts = [RNG.integers(1, 1000, n).tolist() for n in (20, 130, 257, 500)]
     params = SamplingParams(max_tokens=150, ignore_eos=True, logprobs=2, temperature=0.7, seed=1)
     with contextlib.closing(dj.LLM(model, AR(), config=SIZES, progress=False)) as llm:
@@ -181,11 +185,12 @@ def test_a_text_of_ar_has_the_logits_that_it_was_written_by():
 
 
 @pytest.mark.gpu
-def test_a_block_has_the_logits_that_it_was_written_by():
+@pytest.mark.parametrize("name", ["JetLM/SDAR-1.7B-Chat", "inclusionAI/LLaDA2.0-mini"])
+def test_a_block_has_the_logits_that_it_was_written_by(name):
     """Cells in order, so the text says what each forward saw; the loss has XLA's gradient."""
     if reason := hopper.unsupported():
         pytest.skip(reason)
-    model = of_layers(dj.load("random:JetLM/SDAR-1.7B-Chat"), 4)
+    model = models.of_layers(dj.load(f"random:{name}"), 4)
     mask, S = model.config.mask_token_id, 32
     prompts = [RNG.integers(1, 1000, n).tolist() for n in (20, 140, 260)]
     params = SamplingParams(max_tokens=100, ignore_eos=True, logprobs=2)
@@ -209,7 +214,7 @@ def test_a_block_has_the_logits_that_it_was_written_by():
         rows = decided_by(model, jnp.asarray(seen), len(prompt), jnp.asarray(place))
         equal = said_by(rows, jnp.asarray(text)) == want
         assert equal.all(), f"{equal.sum()} of {len(want)} are equal"
-    small, ids = of_layers(model, 1), jnp.asarray([texts[0][:64]])
+    small, ids = models.of_layers(model, 1), jnp.asarray([texts[0][:64]])
     learnt = jnp.arange(64)[None] >= 40
 
     def slope(**more):
