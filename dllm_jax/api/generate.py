@@ -257,14 +257,19 @@ def _check_window(strategy: Any, lengths: Array, max_tokens: int) -> None:
 # --- the device side ---------------------------------------------------------------------------
 
 
-def _prefilled(model, strategy, aux, batch, max_tokens, implementation) -> DecodeState:
-    """A state with the prompts in it; each row owns the pages for everything it can write."""
+def _fresh(model, strategy, aux, batch, max_tokens) -> DecodeState:
+    """A state in which each row owns the pages for everything it can write."""
     B, T = batch.prompt.shape
     last = min(T + max_tokens, model.config.max_position)
     pages = -(-(last + strategy.buffer_size * strategy.block_size) // PAGE_SIZE)
     table = jnp.arange(B * pages, dtype=jnp.int32).reshape(B, pages)
     emitted = min(max_tokens, model.config.max_position)
-    state = decode.new_state(strategy, model, aux, batch, table, B * pages, PAGE_SIZE, emitted)
+    return decode.new_state(strategy, model, aux, batch, table, B * pages, PAGE_SIZE, emitted)
+
+
+def _prefilled(model, strategy, aux, batch, max_tokens, implementation) -> DecodeState:
+    """The same with the prompts in it."""
+    state = _fresh(model, strategy, aux, batch, max_tokens)
     forward = ModelForward(model, aux=aux, implementation=implementation)
     return decode.prefill(strategy, forward, state, batch.prompt)
 
