@@ -43,7 +43,7 @@ import jax.numpy as jnp
 import numpy as np
 from dflash_pair import SMALL, small_model
 from flax import struct
-from strategies_gpu import read_program
+from strategies_gpu import begin, read_program
 
 import dllm_jax as dj
 from dllm_jax.api import generate
@@ -54,7 +54,6 @@ from dllm_jax.engine.layout import PAGE_SIZE
 from dllm_jax.kernels.kv_write import page_slots, write_rows
 from dllm_jax.kernels.paged_attention import WindowMask, paged_attention
 from dllm_jax.models.kv_cache import new_pool
-from dllm_jax.runner import decode
 from dllm_jax.runner.forward import ModelForward
 from dllm_jax.runner.window_output import TARGET
 from dllm_jax.strategies import AR, DFlash
@@ -90,29 +89,6 @@ def load_pair(smoke):
 
 
 # --- loops on the device ------------------------------------------------------------------------
-
-
-def begin(model, strategy, draft, slots, context, max_tokens):
-    """A bare strategy, its models, and requests whose prompts are cached as random numbers."""
-    rng = np.random.default_rng(7)
-    prompts = rng.integers(0, model.config.vocab_size * 9 // 10, (slots, context))
-    wishes = generate.Wishes(max_tokens=max_tokens, ignore_eos=True, draft=draft)
-    _, (bare, aux), batch = generate._prepare(
-        model,
-        jnp.asarray(prompts, jnp.int32),
-        strategy,
-        wishes,
-    )
-    state = generate._fresh(model, bare, aux, batch, wishes.max_tokens)
-    leaves, shape = jax.tree.flatten(state.pools)
-    keys = jax.random.split(jax.random.key(11, impl="rbg"), len(leaves) + 1)
-    drawn = [
-        jax.random.normal(key, leaf.shape, leaf.dtype)
-        for key, leaf in zip(keys, leaves, strict=False)
-    ]
-    boundary = jax.random.normal(keys[-1], state.boundary.shape, state.boundary.dtype)
-    state = state.replace(pools=jax.tree.unflatten(shape, drawn), boundary=boundary)
-    return bare, aux, decode.absorb_nothing(bare, ModelForward(model, aux=aux), state)
 
 
 class Bare(struct.PyTreeNode):
@@ -260,15 +236,15 @@ class Loop:
 
 def loops_of(model, draft, slots, context, max_tokens, names):
     """Makers of the loops `names` for so many requests, by name; each compiles when called."""
-    begun = functools.partial(begin, model, slots=slots, context=context, max_tokens=max_tokens)
+    begun = functools.partial(begin, model, shape=(slots, context), max_tokens=max_tokens)
     advance = functools.partial(Loop, program=generate._advance, after=(None,), donates=True)
 
     def step(name, strategy, draft=None):
-        bare, aux, state = begun(strategy, draft)
+        bare, aux, state = begun(strategy, draft=draft)
         return advance(name, model, before=(model, bare, aux), state=state)
 
     def plain(name, rows):
-        *_, state = begun(AR(), None)
+        *_, state = begun(AR())
         mine = Bare(
             token=state.buffer.tokens[:, 0, 0],
             start=state.buffer.start,
@@ -280,7 +256,7 @@ def loops_of(model, draft, slots, context, max_tokens, names):
         return Loop(name, model, bare_steps, (model,), mine, (rows,), donates=True)
 
     def one_pass(name, program):
-        bare, aux, state = begun(DFlash(width=draft.config.block_size), draft)
+        bare, aux, state = begun(DFlash(width=draft.config.block_size), draft=draft)
         return Loop(name, model, program, (model, bare, aux), state)
 
     def rounds(name, **how):

@@ -131,7 +131,7 @@ class Bench:
     def __init__(self, model, setting, slots, context):
         config = dataclasses.replace(model.config, shift=setting.shifted)
         self.model = model.replace(config=config)
-        self.strategy, self.aux, self.state = begin(self.model, setting, slots, context)
+        self.strategy, self.aux, self.state = _begin(self.model, setting, slots, context)
         began = time.perf_counter()
         self.program = generate._advance.lower(
             self.model, self.strategy, self.aux, self.state, jnp.int32(1), None
@@ -158,27 +158,30 @@ class Bench:
         return (spent[1] - spent[0]) / (many - few) * 1e3
 
 
-def begin(model, setting, slots, context):
-    """The bare strategy, its models, and a state whose prompt is cached as random numbers."""
+def _begin(model, setting, slots, context):
+    shape = slots, setting.context or context
+    return begin(model, setting.strategy, shape, max_tokens=setting.max_tokens)
+
+
+def begin(model, strategy, shape, **wishes):
+    """The bare strategy, its models, and a state whose prompts are cached as random numbers.
+
+    Args:
+        shape: Prompts, and tokens of each.
+    """
     rng = np.random.default_rng(7)
-    shape = (slots, setting.context or context)
-    prompts = rng.integers(0, model.config.vocab_size * 9 // 10, shape)
-    wishes = generate.Wishes(max_tokens=setting.max_tokens, ignore_eos=True)
-    _, (bare, aux), batch = generate._prepare(
-        model,
-        jnp.asarray(prompts, jnp.int32),
-        setting.strategy,
-        wishes,
-    )
+    prompts = jnp.asarray(rng.integers(0, model.config.vocab_size * 9 // 10, shape), jnp.int32)
+    wishes = generate.Wishes(ignore_eos=True, **wishes)
+    _, (bare, aux), batch = generate._prepare(model, prompts, strategy, wishes)
     state = generate._fresh(model, bare, aux, batch, wishes.max_tokens)
-    leaves, shape = jax.tree.flatten(state.pools)
-    keys = jax.random.split(jax.random.key(11), len(leaves) + 1)
+    leaves, tree = jax.tree.flatten(state.pools)
+    keys = jax.random.split(jax.random.key(11, impl="rbg"), len(leaves) + 1)
     drawn = [
         jax.random.normal(key, leaf.shape, leaf.dtype)
         for key, leaf in zip(keys, leaves, strict=False)
     ]
     boundary = jax.random.normal(keys[-1], state.boundary.shape, state.boundary.dtype)
-    state = state.replace(pools=jax.tree.unflatten(shape, drawn), boundary=boundary)
+    state = state.replace(pools=jax.tree.unflatten(tree, drawn), boundary=boundary)
     # What prefill would leave to the strategy, such as the first token of `ar`.
     return bare, aux, decode.absorb_nothing(bare, ModelForward(model, aux=aux), state)
 
@@ -267,7 +270,7 @@ def wide_logit_rows(model, setting, slots, context):
     config = dataclasses.replace(model.config, shift=setting.shifted, num_layers=1)
     params = {**model.params, "layers": model.params["layers"][:1]}
     shallow = model.replace(params=params, config=config)
-    bare, aux, state = begin(shallow, setting, slots, context)
+    bare, aux, state = _begin(shallow, setting, slots, context)
     program = generate._advance.lower(shallow, bare, aux, state, jnp.int32(1), None).compile()
     return {
         "slots": slots,
