@@ -107,8 +107,9 @@ def test_a_nan_while_decoding_keeps_what_was_settled_before(name):
 )
 def test_a_broken_head_ends_everything_with_error(name, sampling):
     """Hidden rows are sound, so prefill is; the readout is not."""
-    head = case(name).model.params["lm_head"]
-    device = toy.make_device(name, with_params(name, lm_head=head.at[3].set(jnp.nan)))
+    own = "embed" if name == "diffusion_gemma_alone" else "lm_head"
+    head = case(name).model.params[own]
+    device = toy.make_device(name, with_params(name, **{own: head.at[3].set(jnp.nan)}))
     engine = make_engine(name, device)
     for output in run(engine, [wish(r, **sampling) for r in case(name).requests]):
         assert output.outputs[0].finish_reason == "error"
