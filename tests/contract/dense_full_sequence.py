@@ -57,7 +57,7 @@ def decode_full_sequence(
         return {p: told(net.law(logits[p]), p, request, truth.nfe, remasking) for p in holes}
 
     how: Any = {"remasking": remasking, "steps": steps, "block_length": block_length}
-    for _ in denoise(x, length, read, accept_threshold=least, **how):
+    for _ in denoise(x, length, request.limit, read, accept_threshold=least, **how):
         truth.nfe += 2 if cfg_scale else 1
         text = x[length : request.limit]
         if truth.see(text[: text.index(None) if None in text else None], request):

@@ -86,6 +86,7 @@ Read = Callable[[int, int, bool, list[int]], Told | None]
 def denoise(
     x: list[int | None],
     prompt_len: int,
+    limit: int,
     read: Read,
     *,
     remasking: str,
@@ -93,11 +94,14 @@ def denoise(
     steps: int | None,
     block_length: int | None,
 ) -> Iterator[int]:
-    """Fill a text, of a script or of a network; how many tokens each forward writes."""
-    size = block_length or len(x) - prompt_len
-    starts = range(prompt_len, len(x), size)
+    """Fill a text, of a script or of a network; how many tokens each forward writes.
+
+    What is given after `limit` is seen alone.
+    """
+    size = block_length or limit - prompt_len
+    starts = range(prompt_len, limit, size)
     for begin in starts:
-        end = min(begin + size, len(x))
+        end = min(begin + size, limit)
         mask_num = x[begin:end].count(None)
         share = mask_num if steps is None else max(steps // len(starts), 1)
         for i in itertools.count():
@@ -171,7 +175,7 @@ def full_sequence_decode(
 
     least = np.float32(accept_threshold)
     how: Any = {"remasking": remasking, "steps": steps, "block_length": block_length}
-    for new in denoise(x, len(prompt), read, accept_threshold=least, **how):
+    for new in denoise(x, len(prompt), limit, read, accept_threshold=least, **how):
         result.nfe += 2 if cfg_scale else 1
         if asked.ends(result, x[len(prompt) :], new):
             return result

@@ -450,10 +450,9 @@ VARIANTS: dict[str, tuple[Any, float, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [n if n == "appended" else pytest.param(n, marks=pytest.mark.slow) for n in VARIANTS],
+    [n if n == "guided" else pytest.param(n, marks=pytest.mark.slow) for n in VARIANTS],
 )
 @pytest.mark.parametrize("block_length", [6, pytest.param(None, marks=pytest.mark.slow)])
 def test_decoding_on_pages_equals_the_dense_run(name: str, block_length: int | None) -> None:
