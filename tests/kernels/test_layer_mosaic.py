@@ -618,7 +618,7 @@ def test_operations_refuse_what_mosaic_cannot_do(monkeypatch):
 @pytest.fixture
 def hopper():
     """The GPU that the tests below need."""
-    if jax.devices()[0].compute_capability != "9.0":
+    if getattr(jax.devices()[0], "compute_capability", None) != "9.0":
         pytest.skip("needs a Hopper GPU")
 
 

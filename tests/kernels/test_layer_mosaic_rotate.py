@@ -155,7 +155,7 @@ def test_what_mosaic_cannot_do_is_refused(on_hopper):
 @pytest.mark.parametrize("parts", [0, 2])
 @pytest.mark.parametrize("rows", [1, 32, 77, 128, 1024])
 def test_rotate_qkv_matches_numpy_on_a_gpu(rows, parts):
-    if jax.devices()[0].compute_capability != "9.0":
+    if getattr(jax.devices()[0], "compute_capability", None) != "9.0":
         pytest.skip("needs a Hopper GPU")
     for queries, biased in ((2, True), (4, False)):
         arguments = operands((rows,), 8, queries, 128, parts=parts, biased=biased)

@@ -405,7 +405,7 @@ def checked(tiling, feature):
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("tiling", TILINGS)
 def test_the_kernel_matches_numpy_on_a_gpu(tiling, feature):
-    if jax.devices()[0].compute_capability != "9.0":
+    if getattr(jax.devices()[0], "compute_capability", None) != "9.0":
         pytest.skip("needs a Hopper GPU")
     call = functools.partial(mosaic.attention, tiling=checked(tiling, feature))
     assert_right(call, *case(**FEATURES[feature]))
@@ -414,7 +414,7 @@ def test_the_kernel_matches_numpy_on_a_gpu(tiling, feature):
 @pytest.mark.gpu
 @pytest.mark.parametrize("splits", [1, 2])
 def test_heads_of_512_match_numpy_on_a_gpu(splits):
-    if jax.devices()[0].compute_capability != "9.0":
+    if getattr(jax.devices()[0], "compute_capability", None) != "9.0":
         pytest.skip("needs a Hopper GPU")
     tiling, settings = INTERPRETED["heads of 512, keys in two parts"]
     call = functools.partial(mosaic.attention, tiling=dataclasses.replace(tiling, splits=splits))
@@ -427,7 +427,7 @@ def test_heads_of_512_match_numpy_on_a_gpu(splits):
     "tiling", [name for name, one in TILINGS.items() if one and mosaic.gives_groups(one)]
 )
 def test_rows_are_rounded_to_8_bits_on_a_gpu(tiling, feature):
-    if jax.devices()[0].compute_capability != "9.0":
+    if getattr(jax.devices()[0], "compute_capability", None) != "9.0":
         pytest.skip("needs a Hopper GPU")
     assert_rounds_to_8_bits(checked(tiling, feature), *case(**FEATURES[feature]))
 
@@ -446,7 +446,7 @@ EIGHT = {
 @pytest.mark.parametrize("feature", [name for name in FEATURES if "wide heads" not in name])
 @pytest.mark.parametrize("tiling", EIGHT)
 def test_keys_of_8_bits_match_numpy_on_a_gpu(tiling, feature):
-    if jax.devices()[0].compute_capability != "9.0":
+    if getattr(jax.devices()[0], "compute_capability", None) != "9.0":
         pytest.skip("needs a Hopper GPU")
     call = functools.partial(mosaic.attention, tiling=EIGHT[tiling])
     settings = FEATURES[feature]
@@ -494,6 +494,8 @@ MANY = {  # tiles of rows: 1,040 of one warpgroup, 260 of two
 @pytest.mark.gpu
 @pytest.mark.parametrize("consumers", MANY)
 def test_what_is_chosen_for_many_tiles_of_rows_matches_numpy_on_a_gpu(consumers):
+    if getattr(jax.devices()[0], "compute_capability", None) != "9.0":
+        pytest.skip("needs a Hopper GPU")
     data, table, mask = case(**MANY[consumers])
     tiling = mosaic.choose_tiling(data[0], data[3], table)
     assert (tiling.resident, tiling.keys, tiling.consumers) == (132, 64, consumers)
