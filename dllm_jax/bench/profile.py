@@ -28,9 +28,7 @@ SOURCES = (
     ("dllm_jax/runner/chunks.py", "readout"),
     ("kernels/kv_write/", "cache"),
 )
-LIBRARY_GEMM = re.compile(
-    r"nvjet|gemm|cutlass|cublas|xmma|splitk|gemv|(split|gated)_matmul", re.IGNORECASE
-)
+LIBRARY_GEMM = re.compile(r"nvjet|gemm|cutlass|cublas|xmma|splitk|gemv|matmul", re.IGNORECASE)
 LIBRARY_ATTENTION = re.compile(r"fmha|sdpa|flash|attend|attention", re.IGNORECASE)
 READOUT = re.compile("token_readout")
 _OF_MOSAIC = "_mosaic_gpu"  # suffix of a kernel's name that its call does not have

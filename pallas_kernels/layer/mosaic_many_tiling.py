@@ -79,15 +79,18 @@ def choose_columns(x: Array, w: Array | Fp8Matrix) -> tuple[int, float]:
 def product_columns(rows: int, w: Array, segments: int) -> int:
     """Columns of a tile of `matmul` in 16 bits: the most that fill the chip in several rounds.
 
-    With segments the registers hold sums and totals, so a tile has at most 128 columns.
+    With segments the registers hold sums and totals, so a tile has at most 128 columns. Tiles of 64
+    are for what runs in one round: they read three quarters as much for half the work.
     """
     N = w.shape[1]
 
     def fits(columns: int) -> bool:
-        has_rounds = segments == 1 and rows // TILE * N // columns > MULTIPROCESSORS
-        return N % columns == 0 and (columns <= TILE or has_rounds)
+        has_rounds = rows // TILE * N // columns > MULTIPROCESSORS
+        if columns < TILE:
+            return not has_rounds or N % TILE > 0
+        return columns == TILE or (segments == 1 and has_rounds)
 
-    return _busiest(rows, N, filter(fits, _PRODUCT_COLUMNS))[0]
+    return _busiest(rows, N, (n for n in _PRODUCT_COLUMNS if N % n == 0 and fits(n)))[0]
 
 
 def _busiest(rows: int, width: int, every: Iterable[int]) -> tuple[int, float]:

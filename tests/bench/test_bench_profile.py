@@ -131,7 +131,7 @@ def test_kernels_are_joined_to_the_program_and_added_up():
     ran("loop_convert_fusion_2", layers, 3)
     ran("input_scatter_fusion_9", layers, 1)
     ran("paged_attention_mosaic_gpu_kernel", layers, 7, "command_buffer.1")
-    ran("split_matmul_mosaic_gpu_kernel", layers, 4, "_attend.5")
+    ran("matmul_mosaic_gpu_kernel", layers, 4, "_attend.5")
     ran("add_rms_norm_mosaic_gpu_kernel", layers, 2, "_attend.5")
     ran("MemcpyD2H", 1, 5)
     ran("fusion_of_another_program", 1, 1)

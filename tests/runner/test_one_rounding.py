@@ -75,6 +75,7 @@ def test_sums_are_divided_by_the_matrix_alone(name):
         for rows in (256, 512, 1024, 4096):
             columns = mosaic_many_tiling.product_columns(rows, w, parts)
             assert N % columns == 0
+            assert columns > 64 or rows // 128 * N // 64 <= 132, "read too much to take turns"
             assert columns <= 128 or parts == 1, "the registers hold no more"
 
 
