@@ -147,7 +147,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         )
     if unknown:
         first = unknown[0].split("=")[0]
-        close = difflib.get_close_matches(first, _flags(parser, args), n=1)
+        flags = (flag for flag in _flags(parser, args) if flag != "--help")
+        close = difflib.get_close_matches(first, flags, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         if not first.startswith("-"):
             hint = "a text of several words goes in quotes; "

@@ -27,6 +27,7 @@ REFUSED = [
     (2, ["genrate"], "verb 'genrate' is unknown; did you mean 'generate'?"),
     (2, ["xyz"], "use one of generate, chat"),
     (2, ["info", "--draft", "x"], "unknown argument '--draft'; see"),
+    (2, ["convert", "--model", "M", "T"], "unknown argument '--model'; see"),  # not "--help"
     (2, ["bench", "throughput", "--num-prompt", "3"], "did you mean '--num-prompts'?"),
     (  # of another verb
         2,
