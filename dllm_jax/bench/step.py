@@ -179,6 +179,7 @@ def measure_step(
     attention_implementation: str | None = None,
     with_profile: bool = False,
     draft: Any = None,
+    batch_invariant: bool = False,
 ) -> dict[str, Any]:
     """Measure one step of `shape`.
 
@@ -188,6 +189,7 @@ def measure_step(
         repeats: Runs whose median counts, after one that fills the prefix cache.
         with_profile: Also report the kernels of the step.
         draft: A drafter for the model; a step is then a round of drafts.
+        batch_invariant: As the engine takes it (docs/same_tokens.md).
 
     Returns:
         The row of docs/benchmarks.md.
@@ -199,7 +201,10 @@ def measure_step(
     strategy = step_strategy(model, shape, draft)
     context = context_len(model, strategy, context, steps, draft)
     text = text_len(strategy, steps, draft)
-    llm = _engine(model, strategy, shape.slots, context, text, attention_implementation, draft)
+    how = {"batch_invariant": batch_invariant}
+    llm = _engine(
+        model, strategy, shape.slots, context, text, attention_implementation, draft, **how
+    )
     cells = strategy.block_size * strategy.buffer_size
     try:
         work = [
@@ -245,6 +250,7 @@ def _engine(
     implementation: str | None,
     draft: Any,
     warm_up: bool = True,
+    batch_invariant: bool = False,
 ) -> LLM:
     """An engine with one decode and one prefill program, compiled now or at their first run."""
     longest = context + text
@@ -265,7 +271,8 @@ def _engine(
             num_pages=slots * columns + slots,
             slot_buckets=(slots,),
             page_buckets=(columns,),
-            prefill_buckets=(min(PREFILL, context),),
+            prefill_buckets=(PREFILL if batch_invariant else min(PREFILL, context),),
+            batch_invariant=batch_invariant,
         ),
     )
 

@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             ),
             flag("--repeats N", "runs; the median counts", whole(1), 5),
             flags.ATTENTION,
+            flags.INVARIANT,
             flags.DEVICES,
         ),
         Group(
@@ -89,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
     draft = _draft(args, model)
     every, context, steps = _work(args, model, draft)
     beside = {} if draft is None else {"draft_model": draft.source}
-    facts: dict[str, Any] = heading(model) | beside | environment() | {"rows": []}
+    facts: dict[str, Any] = heading(model) | beside | environment()
+    facts |= {"batch_invariant": args.batch_invariant, "rows": []}
     if not args.json:
         print("\n".join(first_lines(facts)), flush=True)
     for shape in every:
@@ -102,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
             attention_implementation=args.attention_implementation,
             with_profile=args.profile,
             draft=draft,
+            batch_invariant=args.batch_invariant,
         )
         facts["rows"].append(row)
         if not args.json:
@@ -176,7 +179,8 @@ def first_lines(facts: dict[str, Any]) -> list[str]:
     """The device, and the head of the table."""
     return [
         f"{facts['model']} {facts['quantization'] or facts['dtype']}, cache "
-        f"{facts['kv_cache_dtype'] or facts['dtype']}, on {facts['device']}, "
+        f"{facts['kv_cache_dtype'] or facts['dtype']}, "
+        f"{'batch invariant, ' * facts['batch_invariant']}on {facts['device']}, "
         f"jax {facts['jax']}, commit {facts['commit']}",
         f"{'shape':>10} {'context':>7} {'bare ms':>18} {'generate ms':>20} {'floor ms':>8} "
         f"{'in turn':>8}  bare, generate over the floor in turn",

@@ -170,6 +170,11 @@ share = number(0, 1, open_low=True)
 seconds, seconds_above_0 = number(0, 86400), number(0, 86400, open_low=True)
 
 DEBUG = flag("--debug", "show the traceback of a failure", bool, SUPPRESS)
+INVARIANT = flag(
+    "--batch-invariant",
+    "a request has the same tokens bit for bit in any batch (docs/same_tokens.md)",
+    bool,
+)
 ATTENTION = flag(
     "--attention-implementation",
     "back end of attention (default: the best there is)",

@@ -143,11 +143,7 @@ OF_ENGINE = (  # what the engine process must know
         "engine process",
         flag("--seed N", "of requests that bring none", flags.seed, 0),
         flag("--no-warm-up", "compile each size when it is first met", bool),
-        flag(
-            "--batch-invariant",
-            "a request has the same tokens bit for bit in any batch (docs/same_tokens.md)",
-            bool,
-        ),
+        flags.INVARIANT,
         flag(
             "--logprobs",
             "requests may ask for log-probabilities, for which each step reads the head once more "

@@ -35,6 +35,7 @@ REFUSED = [
         "unknown argument '--num-prompts'; see `dllm-jax bench --help`",
     ),
     (1, ["convert", "M", "T"], "exists already"),
+    (1, ["bench", "step", "--model", "M", "--json", "--batch-invariant"], "needs an NVIDIA Hopper"),
     (2, ["inspect", ""], "SRC is empty; give a folder"),
     (2, ["inspect", "random:JetLM/SDAR-1.7B-Chat"], "has no files: its weights are drawn when"),
     (2, ["eval", "--strategy", "multi_bd", "--strategy", "multi_bd"], "given twice"),
