@@ -201,10 +201,8 @@ def measure_step(
     strategy = step_strategy(model, shape, draft)
     context = context_len(model, strategy, context, steps, draft)
     text = text_len(strategy, steps, draft)
-    how = {"batch_invariant": batch_invariant}
-    llm = _engine(
-        model, strategy, shape.slots, context, text, attention_implementation, draft, **how
-    )
+    how = shape.slots, context, text, attention_implementation, draft
+    llm = _engine(model, strategy, *how, batch_invariant=batch_invariant)
     cells = strategy.block_size * strategy.buffer_size
     try:
         work = [
